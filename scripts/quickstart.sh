@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs everything into .venv and compares DARTree with chains and other trees on the bundled tiny pair.
-# Arguments go to `vllm-dartree compare`.
+# Installs everything into .venv and runs vLLM on the bundled tiny pair, without speculation and with dartree.
+# Arguments go to `vllm-dartree demo`.
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
-exec .venv/bin/vllm-dartree compare --max-samples 16 "$@"
+exec .venv/bin/vllm-dartree demo "$@"

@@ -8,6 +8,7 @@ comment does not state (variable names, optional helpers, phrasing) keep real br
 import ast
 import os
 import random
+import re
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -200,8 +201,16 @@ def synthetic_files(seed: int, count: int) -> list[str]:
 
 
 def prompt_of(text: str) -> str:
-    """The part of a synthetic file that a model continues: the comment that specifies it and the blank line behind."""
-    return text[: text.index("\n\n") + 2]
+    """The part of a synthetic file that a model continues: the comment that specifies it and the first word of code.
+
+    Not the bare comment: what ends in a line break is split into other tokens than the same text in a file.
+    """
+    return re.match(r"(?:#.*\n)+\n+@?\w+", text)[0]
+
+
+def title_of(text: str) -> str:
+    """The first line of a synthetic file and the start of the second: what it specifies is left to the model."""
+    return re.match(r"#.*\n#.*?:", text)[0]
 
 
 def standard_library_files() -> Iterator[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from tiny_corpus import prompt_of, standard_library_files, synthetic_files
+from tiny_corpus import prompt_of, standard_library_files, synthetic_files, title_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -298,7 +298,9 @@ def main() -> None:
     known = {prompt_of(text) for text in texts[: args.files]}
     fresh = [text for text in synthetic_files(args.seed + 1, 4 * args.prompts) if prompt_of(text) not in known]
     short = [text for text in fresh if len(tokenizer.encode(text)) < SEQUENCE]
-    prompts = list(dict.fromkeys(prompt_of(text) for text in short))[: args.prompts]
+    # Every second prompt leaves the specification to the model, which is harder to guess than what copies one.
+    openings = [(prompt_of, title_of)[number % 2](text) for number, text in enumerate(short)]
+    prompts = list(dict.fromkeys(openings))[: args.prompts]
     with open(args.out / "prompts.jsonl", "w") as file:
         for prompt in prompts:
             file.write(json.dumps({"prompt": prompt, "prompt_token_ids": tokenizer.encode(prompt)}) + "\n")

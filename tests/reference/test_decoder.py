@@ -71,7 +71,7 @@ def test_trees_beat_chains_and_marginal_trees(target, drafters, prompts):
 
 
 def test_target_does_not_loop_on_the_bundled_prompts(target, drafters, prompts):
-    for prompt, generation in zip(prompts[:24], _decode(target, drafters, prompts[:24], "dartree", 400), strict=True):
+    for prompt, generation in zip(prompts[:24], _decode(target, drafters, prompts[:24], "dartree", 700), strict=True):
         assert generation.tokens[-1] in target.end_token_ids, target.tokenizer.decode(prompt)
 
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from vllm_dartree import __version__
-from vllm_dartree.cli import compare
+from vllm_dartree.cli import check, compare, demo, emulate
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -12,7 +12,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="vllm-dartree", description="Tree speculation for vLLM.")
     parser.add_argument("--version", action="version", version=f"vllm-dartree {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (compare,):
+    for command in (demo, check, emulate, compare):
         name = command.__name__.rpartition(".")[2]
         child = commands.add_parser(
             name,

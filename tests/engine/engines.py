@@ -1,0 +1,128 @@
+"""Starting engines and running requests through them, step by step where a test needs to."""
+
+import functools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from vllm import LLM, SamplingParams
+
+from vllm_dartree.assets import DOMINO, TARGET
+
+
+def dartree(budget: int = 16, model: str = str(DOMINO), **keys: object) -> dict[str, object]:
+    """A ``speculative_config`` with a budget that the interpreter can afford."""
+    return {"method": "dartree", "model": model, "num_speculative_tokens": budget, **keys}
+
+
+def engine(speculative: dict[str, object] | None = None, **settings: object) -> LLM:
+    """The engine with these settings; equal settings share one."""
+    return _engine(json.dumps(speculative, sort_keys=True), json.dumps(settings, sort_keys=True))
+
+
+@functools.cache
+def _engine(speculative: str, settings: str) -> LLM:
+    defaults = {
+        "model": str(TARGET),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 2048,
+        "kv_cache_memory_bytes": 64 << 20,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+    }
+    return LLM(**defaults | json.loads(settings), speculative_config=json.loads(speculative))
+
+
+@dataclass
+class Finished:
+    """What a client sees of one request."""
+
+    tokens: list[int]
+    finish_reason: str
+    logprobs: list[dict[int, float]] | None
+
+
+def _finished(output) -> Finished:
+    completion = output.outputs[0]
+    logprobs = None
+    if completion.logprobs is not None:
+        logprobs = [{token: entry.logprob for token, entry in step.items()} for step in completion.logprobs]
+    return Finished(list(completion.token_ids), completion.finish_reason, logprobs)
+
+
+def run(
+    llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams], arrive_every: int = 0
+) -> list[Finished]:
+    """Runs all prompts to their end.
+
+    Args:
+        arrive_every: engine steps between the arrivals of two requests; 0 lets all arrive at once.
+    """
+    many = params if isinstance(params, list) else [params] * len(prompts)
+    waiting = [({"prompt_token_ids": prompt}, p) for prompt, p in zip(prompts, many, strict=True)]
+    finished: dict[str, Finished] = {}
+    step = 0
+    core = llm.llm_engine
+    while waiting or core.has_unfinished_requests():
+        while waiting and (not arrive_every or step >= arrive_every * (len(prompts) - len(waiting))):
+            number = len(prompts) - len(waiting)
+            core.add_request(str(number), *waiting.pop(0))
+        for output in core.step():
+            if output.finished:
+                finished[output.request_id] = _finished(output)
+        step += 1
+    return [finished[str(number)] for number in range(len(prompts))]
+
+
+def tokens(finished: list[Finished]) -> list[list[int]]:
+    return [one.tokens for one in finished]
+
+
+@dataclass
+class Drafts:
+    """Differences of vLLM's own counters over a stretch of a test."""
+
+    rounds: int = 0
+    accepted: int = 0
+
+    @property
+    def tau(self) -> float:
+        return 1 + self.accepted / self.rounds
+
+
+@contextmanager
+def counted(llm: LLM) -> Iterator[Drafts]:
+    """Counts verify rounds and accepted draft tokens of the block, from what the engine hands to its loggers.
+
+    Not from ``LLM.get_metrics``: a new engine in the process takes the registry away from the ones before it.
+    """
+    drafts, manager = Drafts(), llm.llm_engine.logger_manager
+    record = manager.record
+
+    def count(scheduler_stats, *args, **kwargs) -> None:
+        stats = scheduler_stats and scheduler_stats.spec_decoding_stats
+        if stats:
+            drafts.rounds += stats.num_drafts
+            drafts.accepted += stats.num_accepted_tokens
+        record(scheduler_stats, *args, **kwargs)
+
+    manager.record = count
+    try:
+        yield drafts
+    finally:
+        manager.record = record
+    assert drafts.rounds > 0, "nothing was drafted"
+
+
+def metric(llm: LLM, name: str) -> float:
+    """A counter of the engine that was started last in this process."""
+    return sum(entry.value for entry in llm.get_metrics() if entry.name == name)
+
+
+def runner(llm: LLM):
+    """The model runner of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner

@@ -1,0 +1,481 @@
+"""``speculative_config`` as a user writes it: what it becomes, and one clear error for everything that cannot work.
+
+No engine is started here: vLLM makes its whole config, with this method's checks, before it takes any memory.
+"""
+
+import json
+import logging
+import os
+import sys
+
+import pytest
+
+from vllm_dartree.assets import DOMINO, TARGET
+from vllm_dartree.emulation import activate
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+activate()
+
+
+def engine_args(speculative=None, model=str(TARGET), **settings):
+    from vllm.engine.arg_utils import EngineArgs
+
+    keys = {"method": "dartree", "model": str(DOMINO)} | (speculative or {})
+    keys = {key: value for key, value in keys.items() if value != "absent"}
+    defaults = {"dtype": "float32", "max_model_len": 512, "skip_tokenizer_init": True}
+    return EngineArgs(model=model, speculative_config=keys, **defaults | settings)
+
+
+def refusal(speculative=None, **settings) -> str:
+    """The message of the error at start, which must be one of ours, raised in this process."""
+    from vllm_dartree.config import DartreeConfigError
+    from vllm_dartree.heads import DrafterConfigError
+
+    args = engine_args(speculative, **settings)
+    with pytest.raises((DartreeConfigError, DrafterConfigError)) as error:
+        args.create_engine_config()
+    return str(error.value)
+
+
+@pytest.fixture
+def changed(tmp_path):
+    """A folder with the config of a bundled checkpoint, changed."""
+
+    def make(folder, **changes):
+        place = tmp_path / folder.name
+        place.mkdir(exist_ok=True)
+        config = json.loads((folder / "config.json").read_text())
+        nested = changes.pop("dflash_config", {})
+        config = {key: value for key, value in (config | changes).items() if value != "absent"}
+        if nested:
+            config["dflash_config"] = {
+                key: value for key, value in (config["dflash_config"] | nested).items() if value != "absent"
+            }
+        (place / "config.json").write_text(json.dumps(config))
+        return str(place)
+
+    return make
+
+
+# --- What the keys become --------------------------------------------------------------------------------------------
+
+
+def test_defaults():
+    from vllm_dartree.tree import TreeConfig
+
+    config = engine_args().create_engine_config()
+    speculative = config.speculative_config
+    assert speculative.tree == TreeConfig(64, 12, 64, -0.2, "pruned", None)
+    assert (speculative.method, speculative.num_speculative_tokens) == ("dflash", 64)
+    assert (speculative.drafter.head, speculative.drafter.num_slots) == ("domino", 15)
+    assert speculative.draft_model_config.architecture == "DartreeBlockDrafter"
+    assert config.parallel_config.worker_cls == "vllm_dartree.engine.cpu_worker.DartreeCPUWorker"
+
+
+def test_it_prints_itself_in_one_line():
+    shown = repr(engine_args().create_engine_config().speculative_config)
+    assert "budget=64" in shown
+    assert len(shown) < 600
+
+
+def test_all_keys():
+    from vllm_dartree.tree import TreeConfig
+
+    keys = {
+        "num_speculative_tokens": 24,
+        "tree_width": 5,
+        "tree_candidates": 16,
+        "tree_depth": 7,
+        "tree_depth_bonus": 0,
+        "tree_variant": "pruned",
+    }
+    speculative = engine_args(keys).create_engine_config().speculative_config
+    assert speculative.tree == TreeConfig(24, 5, 16, 0, "pruned", 7)
+    assert speculative.num_speculative_tokens == 24
+
+
+JSON_FORM = ["--speculative-config", json.dumps({"method": "dartree", "model": str(DOMINO), "tree_width": 7})]
+DOTTED_FORM = [
+    "--speculative-config.method",
+    "dartree",
+    f"--speculative-config.model={DOMINO}",
+    "--speculative-config.tree-width",
+    "7",
+]
+ALIASES = ["--spec-model", str(DOMINO), "--speculative-config.method=dartree", "--speculative-config.tree_width=7"]
+
+
+@pytest.mark.parametrize("words", [JSON_FORM, DOTTED_FORM, ALIASES], ids=["json", "dotted", "aliases"])
+def test_forms_of_the_command_line(words):
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    args = EngineArgs.from_cli_args(parser.parse_args(["--model", str(TARGET), "--max-model-len", "512", *words]))
+    assert args.create_engine_config().speculative_config.tree.width == 7
+
+
+def test_the_aliases_alone_are_enough_offline():
+    keys = {"method": "absent", "model": "absent"}
+    args = engine_args(keys, spec_method="dartree", spec_model=str(DOMINO), spec_tokens=9)
+    assert args.create_engine_config().speculative_config.tree.budget == 9
+
+
+def test_the_arguments_stay_as_they_were_and_work_twice():
+    keys = {"method": "dartree", "model": str(DOMINO), "tree_width": 3, "num_speculative_tokens": 9}
+    args = engine_args(keys)
+    first = args.create_engine_config().speculative_config
+    assert args.speculative_config == keys
+    second = args.create_engine_config().speculative_config
+    assert type(first) is type(second)
+    assert (first.tree, first.drafter) == (second.tree, second.drafter)
+
+
+def test_a_default_budget_shrinks_to_the_nodes_there_can_be():
+    assert engine_args({"tree_variant": "chain"}).create_engine_config().num_speculative_tokens == 15
+    keys = {"tree_width": 2, "tree_depth": 4}
+    assert engine_args(keys).create_engine_config().num_speculative_tokens == 8
+
+
+def test_a_larger_budget_that_was_asked_for_stays_with_a_warning(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    args = engine_args({"tree_variant": "chain", "num_speculative_tokens": 20})
+    assert args.create_engine_config().num_speculative_tokens == 20
+    assert "num_speculative_tokens is 20, but a tree has at most 15 nodes" in caplog.text
+
+
+@pytest.mark.parametrize("budget", [1, 8, 64])
+def test_cache_and_input_have_room_for_the_drafters_block_whatever_the_budget(budget):
+    keys = {"num_speculative_tokens": budget}
+    config = engine_args(keys, max_num_seqs=64, max_num_batched_tokens=512).create_engine_config()
+    # 16 rows, the anchor's and 15 masks', behind what was verified.
+    assert config.num_lookahead_tokens == 16
+    # Input rows besides a request's own; newer versions of vLLM bound the number of requests instead.
+    if config.speculative_config.max_num_new_slots_for_drafting:
+        assert config.speculative_config.max_num_new_slots_for_drafting == 15
+    else:
+        assert config.scheduler_config.max_num_active_seqs == 512 // 16
+
+
+def test_domino_checkpoints_under_their_own_architecture(changed):
+    drafter = changed(DOMINO, architectures=["DominoDraftModel"])
+    speculative = engine_args({"model": drafter}).create_engine_config().speculative_config
+    assert speculative.draft_model_config.architecture == "DartreeBlockDrafter"
+
+
+def test_a_drafter_whose_anchor_predicts_has_one_slot_more(changed):
+    drafter = changed(DOMINO, dflash_config={"projector_type": "absent", "sample_from_anchor": True})
+    config = engine_args({"model": drafter}).create_engine_config()
+    assert config.speculative_config.drafter.num_slots == 16
+    assert config.num_lookahead_tokens == 16
+    # vLLM's own speculator, which ours is built on, refuses to start with it.
+    assert not config.speculative_config.draft_model_config.hf_config.dflash_config["sample_from_anchor"]
+
+
+def test_a_drafter_with_fewer_positions_is_stretched_to_the_targets(changed):
+    drafter = changed(DOMINO, max_position_embeddings=128)
+    speculative = engine_args({"model": drafter}).create_engine_config().speculative_config
+    assert speculative.draft_model_config.hf_config.max_position_embeddings == 512
+
+
+# --- Other methods ---------------------------------------------------------------------------------------------------
+
+
+def test_dflash_is_untouched():
+    from vllm import SamplingParams
+    from vllm.config import SpeculativeConfig
+    from vllm.exceptions import VLLMValidationError
+
+    config = engine_args({"method": "dflash", "num_speculative_tokens": 7}).create_engine_config()
+    speculative = config.speculative_config
+    assert type(speculative) is SpeculativeConfig
+    assert speculative.draft_model_config.architecture == "DFlashDraftModel"
+    assert config.num_lookahead_tokens == 8
+    assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+    with pytest.raises(VLLMValidationError, match="min_p and logit_bias"):
+        SamplingParams(min_p=0.1)._validate_spec_decode(speculative)
+
+
+def test_no_speculation_is_untouched():
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(model=str(TARGET), max_model_len=512).create_engine_config()
+    assert config.speculative_config is None
+    assert config.num_lookahead_tokens == 0
+
+
+def test_row_local_sampling_parameters_are_let_through():
+    from vllm import SamplingParams
+
+    config = engine_args().create_engine_config()
+    for params in (SamplingParams(min_p=0.1), SamplingParams(logit_bias={3: 1.0})):
+        params.verify(config.model_config, config.speculative_config, config.structured_outputs_config, None)
+
+
+# --- Keys that cannot work -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"tree_width": 0}, "tree_width is 0, but it must be an integer >= 1"),
+        ({"tree_width": "12"}, "tree_width is '12', but it must be an integer >= 1"),
+        ({"tree_candidates": 2.5}, "tree_candidates is 2.5, but it must be an integer >= 1"),
+        ({"tree_depth": -1}, "tree_depth is -1, but it must be an integer >= 1"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0, but it must be an integer >= 1"),
+        ({"tree_depth_bonus": 0.5}, "tree_depth_bonus is 0.5, but it must be a finite number <= 0"),
+        ({"tree_variant": "bushy"}, "tree_variant is 'bushy'; it must be one of pruned, fixed, chain"),
+        (
+            {"tree_width": 20, "tree_candidates": 10},
+            "tree_width is 20 and tree_candidates is 10, but the anchor has only as many children as there are "
+            "candidates; lower tree_width or raise tree_candidates",
+        ),
+        ({"tree_depth": 16}, "tree_depth is 16, but the drafter's block has 15 slots after the anchor"),
+        (
+            {"tree_variant": "fixed", "num_speculative_tokens": 300, "tree_candidates": 8},
+            "num_speculative_tokens is 300 over 15 depths, so the fixed variant grows 20 children of the anchor, but "
+            "tree_candidates is 8; lower num_speculative_tokens or raise tree_candidates",
+        ),
+        ({"tree_candidates": 1025}, "tree_candidates is 1025, but the vocabulary has 1024 tokens"),
+        ({"tree_variant": "chain", "tree_width": 4}, "tree_width is 4, but tree_variant is 'chain'"),
+        ({"tree_variant": "fixed", "tree_width": 4}, "tree_width is 4, but tree_variant is 'fixed'"),
+        ({"tree_variant": "chain", "tree_depth_bonus": -0.1}, "tree_depth_bonus is -0.1, but tree_variant is 'chain'"),
+        ({"tree_widht": 4}, "unknown key 'tree_widht'; did you mean 'tree_width'?"),
+        ({"draft_model_config": {}}, "unknown key 'draft_model_config'"),
+        ({"tree-width": 4, "tree_width": 5}, "the key 'tree_width' twice"),
+        ({"model": "absent"}, "speculative_config has no 'model'"),
+        ({"model": "no/such-drafter"}, "model='no/such-drafter', but there is no config.json"),
+        ({"prompt_lookup_max": 4}, "prompt_lookup_max is 4, but it belongs to another speculative method"),
+        ({"suffix_decoding_max_tree_depth": 9}, "suffix_decoding_max_tree_depth is 9, but it belongs to another"),
+        ({"use_local_argmax_reduction": True}, "use_local_argmax_reduction is True, but it belongs to another"),
+        ({"enable_adaptive_verification": True}, "enable_adaptive_verification is True, but it belongs to another"),
+        (
+            {"draft_sample_method": "probabilistic"},
+            "draft_sample_method is 'probabilistic', but method 'dartree' works",
+        ),
+        ({"rejection_sample_method": "block"}, "rejection_sample_method is 'block', but method 'dartree' works with"),
+        ({"draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size is 2, but the drafter runs on the target's"),
+    ],
+)
+def test_keys_that_cannot_work_are_refused_in_the_users_words(keys, words):
+    assert words in refusal(keys)
+
+
+def test_keys_that_ask_for_nothing_are_let_through():
+    keys = {"use_local_argmax_reduction": False, "prompt_lookup_max": None, "tree_width": None}
+    assert engine_args(keys).create_engine_config().speculative_config.tree.width == 12
+
+
+def test_an_alias_beside_its_key_is_refused():
+    assert "speculative_config['num_speculative_tokens'] and spec_tokens are both given" in refusal(
+        {"num_speculative_tokens": 4}, spec_tokens=5
+    )
+
+
+def test_a_worker_of_the_users_own_is_refused():
+    assert "worker_cls is 'my.Worker', but method 'dartree' brings its own" in refusal(worker_cls="my.Worker")
+
+
+# --- Drafters that do not fit ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": 96}, "hidden_size is 96 but the target's is 192"),
+        ({"vocab_size": 1000}, "vocab_size is 1000 but the target's is 1024"),
+        ({"dflash_config": {"target_layer_ids": [1, 5]}}, "ids go from 0 to 4"),
+        ({"dflash_config": {"mask_token_id": 1024}}, "mask_token_id is 1024"),
+        ({"dflash_config": {"mask_token_id": "absent"}}, "has no 'mask_token_id'"),
+        ({"dflash_config": {"target_layer_ids": "absent"}}, "has no 'target_layer_ids'"),
+        ({"block_size": "absent"}, "has no 'block_size'"),
+        ({"dflash_config": {"gru_hidden_dim": "absent"}}, "has no 'gru_hidden_dim', which the Domino head needs"),
+        ({"dflash_config": {"projector_type": "other"}}, "projector_type='other'"),
+        ({"dflash_config": {"projector_type": "absent"}, "markov_rank": 4}, "has a markov head"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "has architectures=['Qwen3ForCausalLM']; method 'dartree' drives"),
+        (
+            {
+                "max_position_embeddings": 128,
+                "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0},
+            },
+            "max_position_embeddings=128 and RoPE of the type yarn, but max_model_len is 512; set max_model_len to",
+        ),
+    ],
+)
+def test_a_drafter_that_does_not_fit_is_refused(changed, changes, words):
+    assert words in refusal({"model": changed(DOMINO, **changes)})
+
+
+def test_a_target_as_its_own_drafter_is_refused():
+    assert "has architectures=['Qwen3ForCausalLM']" in refusal({"model": str(TARGET)})
+
+
+# --- Features of vLLM ------------------------------------------------------------------------------------------------
+
+
+def overridden(**keys):
+    return {"hf_overrides": keys}
+
+
+MAMBA = {
+    "architectures": ["MambaForCausalLM"],
+    "model_type": "mamba",
+    "layer_types": "absent",
+    "state_size": 8,
+    "conv_kernel": 4,
+    "intermediate_size": 128,
+    "time_step_rank": 8,
+}
+DEEPSEEK = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
+FEATURES = {
+    "pipeline parallelism": {"pipeline_parallel_size": 2},
+    "prefill context parallelism": {"prefill_context_parallel_size": 2},
+    "decode context parallelism": {"decode_context_parallel_size": 2, "tensor_parallel_size": 2},
+    "dual-batch overlap": {"enable_dbo": True},
+    "batch-sharded sampling": {"enable_batch_sharded_sampling": True},
+    "a KV connector": {"kv_offloading_size": 1.0},
+    "a quantised KV cache": {"kv_cache_dtype": "fp8"},
+    "fast prefill with shared KV": {"kv_sharing_fast_prefill": True},
+    "watermarking": {"watermark_config": {}},
+    "trace replay": {"enable_trace_replay": True},
+    "sampling masks": {"return_sampling_mask": True},
+    "routed experts in the output": {"enable_return_routed_experts": True},
+    "Engram layers": {"engram_config": {}},
+    "a diffusion target": overridden(canvas_length=8),
+    "a pooling model": {"runner": "pooling", "convert": "embed"},
+    "an encoder-decoder target": overridden(is_encoder_decoder=True),
+    "a target with recurrent layers": MAMBA,
+    "a target with MLA": DEEPSEEK,
+    "a target with M-RoPE": overridden(
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    ),
+    "a target with chunked local attention": overridden(attention_chunk_size=64),
+    "a target with dual chunk attention": overridden(dual_chunk_attention_config={"chunk_size": 64}),
+    "a target with ALiBi": overridden(alibi=True),
+    "a target with reference sliding window attention": overridden(rswa_window=64),
+    "a target with attention sinks": overridden(add_swa_attention_sink_bias=True),
+    "a target whose layers share KV": overridden(num_kv_shared_layers=2),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_that_cannot_be_combined_are_refused_by_name(name, changed):
+    settings = FEATURES[name]
+    if "architectures" in settings:
+        settings = {"model": changed(TARGET, **settings)}
+    message = refusal(**settings)
+    assert message.startswith(f"method 'dartree' does not work with {name}")
+    assert len(message.split("; ")[-1]) > 5, "there is no remedy"
+
+
+def test_every_unsupported_feature_is_tested():
+    from vllm_dartree.config import UNSUPPORTED
+
+    assert len(UNSUPPORTED) == len(FEATURES)
+    for feature in UNSUPPORTED:
+        assert any(feature.name.startswith(name) for name in FEATURES), feature.name
+
+
+def test_the_v1_runner_is_refused(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert refusal().startswith("VLLM_USE_V2_MODEL_RUNNER is 0")
+
+
+def test_a_cpu_without_emulation_is_told_about_it(monkeypatch):
+    import vllm.triton_utils
+
+    monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", False)
+    assert "vllm-dartree emulate -- COMMAND" in refusal()
+
+
+def test_the_finished_config_is_checked_in_the_process_of_the_user(monkeypatch):
+    from vllm_dartree import config
+
+    seen = []
+    monkeypatch.setattr(config, "check_supported", seen.append)
+    assert seen == [engine_args().create_engine_config()]
+
+
+def test_what_only_the_finished_config_tells_is_refused(monkeypatch):
+    from vllm_dartree.config import DartreeConfigError, check_supported
+
+    config = engine_args().create_engine_config()
+    check_supported(config)
+    with monkeypatch.context() as patch:
+        patch.setattr(config.cache_config, "cache_dtype", "fp8_e4m3")
+        with pytest.raises(DartreeConfigError, match="a quantised KV cache"):
+            check_supported(config)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(DartreeConfigError, match="VLLM_USE_V2_MODEL_RUNNER is 0"):
+        check_supported(config)
+
+
+def test_other_methods_are_not_checked():
+    from vllm_dartree.config import check_supported
+
+    args = engine_args({"method": "dflash", "num_speculative_tokens": 7}, enable_trace_replay=True)
+    check_supported(args.create_engine_config())
+
+
+# --- A vLLM that does not fit ----------------------------------------------------------------------------------------
+
+
+def test_a_vllm_that_lacks_a_seam_refuses_the_method_and_runs_all_others(monkeypatch):
+    from vllm_dartree import compat
+
+    seam = compat.Seam("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.renamed")
+    monkeypatch.setattr(compat, "SEAMS", (*compat.SEAMS, seam))
+    compat.require_installed.cache_clear()
+    with pytest.raises(compat.IncompatibleVllmError) as error:
+        engine_args().create_engine_config()
+    compat.require_installed.cache_clear()
+    message = str(error.value)
+    assert "vllm.v1.worker.gpu.model_runner.GPUModelRunner.renamed: 'GPUModelRunner' has no 'renamed'" in message
+    assert "cannot run on vLLM" in message and "0.32 or 0.33" in message
+    engine_args({"method": "dflash", "num_speculative_tokens": 7}).create_engine_config()
+
+
+def test_a_vllm_that_cannot_be_taught_still_starts(monkeypatch, caplog):
+    from vllm.config import VllmConfig
+
+    from vllm_dartree import plugin
+
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.delattr(VllmConfig, "num_lookahead_tokens")
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", None)
+    plugin.register()
+    told = {record.getMessage() for record in caplog.records if "does not fit this vLLM" in record.getMessage()}
+    assert len(told) == 2
+
+
+def test_registering_twice_changes_nothing():
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.sampling_params import SamplingParams
+
+    from vllm_dartree import plugin
+
+    plugin.register()
+    before = (
+        EngineArgs.create_speculative_config,
+        EngineArgs.create_engine_config,
+        SamplingParams._validate_spec_decode,
+        VllmConfig.num_lookahead_tokens,
+    )
+    plugin.register()
+    assert before == (
+        EngineArgs.create_speculative_config,
+        EngineArgs.create_engine_config,
+        SamplingParams._validate_spec_decode,
+        VllmConfig.num_lookahead_tokens,
+    )

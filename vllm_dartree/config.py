@@ -1,0 +1,603 @@
+"""``{"method": "dartree", ...}``: the user's keys, checked, and the config object that travels through vLLM.
+
+What a user can get wrong is refused here, before any memory is taken: in ``create_speculative_config`` while vLLM makes
+its config, in the process that the command runs in, and in ``check_supported`` for what only the finished config tells.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedConfig
+from vllm.config import SpeculativeConfig
+from vllm.config.utils import config
+
+from vllm_dartree.heads import DrafterSpec
+from vllm_dartree.tree import TreeConfig, TreeConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+logger = logging.getLogger("vllm.dartree")  # below "vllm", so that vLLM's handlers and level apply
+
+METHOD = "dartree"
+# Key of --speculative-config: field of TreeConfig.
+TREE_KEYS = {
+    "num_speculative_tokens": "budget",
+    "tree_width": "width",
+    "tree_candidates": "candidates",
+    "tree_depth": "depth",
+    "tree_depth_bonus": "depth_bonus",
+    "tree_variant": "variant",
+}
+# Fields of EngineArgs that stand for a key: --spec-method, --spec-model, --spec-tokens.
+ALIASES = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+# Keys of the tree that a variant has no use for.
+UNUSED_TREE_KEYS = {"fixed": ("tree_width",), "chain": ("tree_width", "tree_depth_bonus")}
+# vLLM's keys that belong to other methods; False and null ask for nothing and are let through.
+FOREIGN_KEYS = re.compile(
+    r"prompt_lookup_\w+|suffix_decoding_\w+|synthetic_\w+|fly_\w+|xpress_topc|dspark_draft_topk|draft_lm_head_quantization"
+    r"|index_share_for_mtp_iteration|use_heterogeneous_vocab|use_local_argmax_reduction|enable_adaptive_verification"
+)
+# Keys that vLLM fills in itself.
+INTERNAL_KEYS = ("target_model_config", "target_parallel_config", "draft_model_config", "draft_parallel_config")
+DRAFTER_ARCHITECTURE = "DartreeBlockDrafter"
+# Of the checkpoints of plain DFlash, and of Domino, which come under either.
+ARCHITECTURES = ("DFlashDraftModel", "DominoDraftModel")
+# For these kinds of RoPE a larger ``max_position_embeddings`` only makes vLLM's table of angles longer.
+PLAIN_ROPE = ("default", "linear", "llama3", "ntk", "proportional")
+
+
+class DartreeConfigError(ValueError):
+    """Something in the configuration cannot work with dartree; the message names it and what is allowed."""
+
+
+@config
+class DartreeSpeculativeConfig(SpeculativeConfig):
+    """vLLM's speculative config with the tree's knobs. ``method`` stays the native one of the drafter, so that hidden
+    states, KV groups and lookahead are set up as vLLM does for it."""
+
+    tree: Any = None
+    """The knobs of the tree, a ``TreeConfig``."""
+    drafter: Any = None
+    """The block and the head of the drafter, a ``DrafterSpec``."""
+
+    def __repr__(self) -> str:
+        # As short as vLLM's own, which prints its whole config at start.
+        return f"DartreeSpeculativeConfig(model={self.model!r}, tree={self.tree}, drafter={self.drafter})"
+
+    @property
+    def is_dartree(self) -> bool:
+        """Tells this config from vLLM's own, which lacks the attribute, without an import of this module."""
+        return True
+
+    @property
+    def max_num_new_slots_for_drafting(self) -> int:
+        """Input rows of one drafter forward besides the request's own first one.
+
+        vLLM counts ``B``, or 0 where it bounds the number of requests by ``num_lookahead_tokens`` instead; the
+        drafter's block has ``L`` slots, whatever the budget.
+        """
+        return self.num_lookahead_tokens - 1 if super().max_num_new_slots_for_drafting else 0
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Cache slots that one drafter forward writes behind the verified rows; ``VllmConfig`` asks for it.
+
+        vLLM's own rule is ``B + 1``. With a budget below the block's length the drafter would write beyond the blocks
+        that the request owns.
+        """
+        return self.drafter.num_query_rows
+
+
+def given_keys(args: EngineArgs) -> dict[str, Any]:
+    """The keys of ``speculative_config`` with those of its aliases, ``--spec-model`` and so on.
+
+    Raises:
+        DartreeConfigError: a key is given twice.
+    """
+    keys: dict[str, Any] = {}
+    for key, value in (args.speculative_config or {}).items():
+        name = key.replace("-", "_")
+        if name in keys:
+            raise DartreeConfigError(f"speculative_config has the key {name!r} twice, with '-' and with '_'; keep one")
+        keys[name] = value
+    for alias, name in ALIASES.items():
+        value = getattr(args, alias, None)
+        if value is None:
+            continue
+        if name in keys:
+            raise DartreeConfigError(f"speculative_config[{name!r}] and {alias} are both given; leave one of them out")
+        keys[name] = value
+    return keys
+
+
+def tree_config(keys: Mapping[str, Any]) -> TreeConfig:
+    """The knobs of the tree out of a user's keys.
+
+    Raises:
+        DartreeConfigError: a value cannot work; in the words of the user's keys.
+    """
+    given = {key: keys[key] for key in TREE_KEYS if keys.get(key) is not None}
+    with _users_words():
+        tree = TreeConfig(**{TREE_KEYS[key]: value for key, value in given.items()})
+    for key in UNUSED_TREE_KEYS.get(tree.variant, ()):
+        if key in given:
+            raise DartreeConfigError(
+                f"{key} is {given[key]!r}, but tree_variant is {tree.variant!r}, which does not use it; leave one of "
+                "them out"
+            )
+    return tree
+
+
+@contextmanager
+def _users_words() -> Iterator[None]:
+    """Turns a ``TreeConfigError``, which speaks of TreeConfig's fields, into one that speaks of the user's keys."""
+    keys = {field: key for key, field in TREE_KEYS.items()}
+    fields = "|".join(keys)
+    try:
+        yield
+    except TreeConfigError as error:
+        # A field is meant where the message gives its value, or says what to do with it.
+        mentioned = rf"\b({fields})(?= is )|(?<=lower |raise )({fields})\b"
+        raise DartreeConfigError(re.sub(mentioned, lambda match: keys[match[0]], str(error))) from None
+
+
+def _check_keys(keys: Mapping[str, Any]) -> None:
+    fields = {field.name for field in dataclasses.fields(SpeculativeConfig)}.difference(INTERNAL_KEYS)
+    for key, value in keys.items():
+        if key not in fields and key not in TREE_KEYS:
+            near = difflib.get_close_matches(key, [*TREE_KEYS, *fields], 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise DartreeConfigError(
+                f"speculative_config has the unknown key {key!r}; {hint}method 'dartree' knows {', '.join(TREE_KEYS)} "
+                "and vLLM's own keys for a drafter"
+            )
+        if FOREIGN_KEYS.fullmatch(key) and value not in (None, False):
+            raise DartreeConfigError(
+                f"{key} is {value!r}, but it belongs to another speculative method and method 'dartree' has no use for "
+                "it; leave it out"
+            )
+    if not keys.get("model"):
+        raise DartreeConfigError(
+            "speculative_config has no 'model'; method 'dartree' needs the drafter's checkpoint there, a folder or a "
+            "name on the hub"
+        )
+    for key, allowed in (("draft_sample_method", "greedy"), ("rejection_sample_method", "standard")):
+        if keys.get(key) not in (None, allowed):
+            raise DartreeConfigError(
+                f"{key} is {keys[key]!r}, but method 'dartree' works with {allowed!r} only; leave it out"
+            )
+
+
+def create_speculative_config(
+    args: EngineArgs, native: Callable, target_model_config: ModelConfig, target_parallel_config: ParallelConfig
+) -> DartreeSpeculativeConfig:
+    """What ``EngineArgs.create_speculative_config`` returns for this method.
+
+    Args:
+        args: asks for this method; it is left as it was, so that it can be used again.
+        native: vLLM's own ``create_speculative_config``, which validates all keys but ours.
+
+    Raises:
+        DartreeConfigError, DrafterConfigError: naming the key or the feature, its value and what is allowed.
+    """
+    keys = given_keys(args)
+    _check_keys(keys)
+    tree = tree_config(keys)
+    _check_runner()
+    _check_features(_early_view(args, target_model_config, target_parallel_config))
+    if target_parallel_config.worker_cls not in ("auto", worker_class()):
+        raise DartreeConfigError(
+            f"worker_cls is {target_parallel_config.worker_cls!r}, but method 'dartree' brings its own worker; leave "
+            "worker_cls out"
+        )
+    ranks = target_parallel_config.tensor_parallel_size
+    if keys.get("draft_tensor_parallel_size") not in (None, ranks):
+        raise DartreeConfigError(
+            f"draft_tensor_parallel_size is {keys['draft_tensor_parallel_size']!r}, but the drafter runs on the "
+            f"target's ranks, of which there are {ranks}; leave it out"
+        )
+
+    spec = _read_drafter(keys, getattr(args, "hf_token", None))
+    with _users_words():
+        widths = tree.widths(spec.num_slots)
+
+    # On a copy: rewritten for good, a second call would silently make plain dflash of it.
+    rewritten = copy.copy(args)
+    rewritten.speculative_config = {key: value for key, value in keys.items() if key not in TREE_KEYS}
+    rewritten.speculative_config |= {"method": "dflash", "num_speculative_tokens": tree.budget}
+    for alias in ALIASES:
+        setattr(rewritten, alias, None)
+    base = native(rewritten, target_model_config, target_parallel_config)
+
+    _check_fit(keys["model"], spec, base.draft_model_config.hf_config, target_model_config)
+    vocabulary = target_model_config.hf_text_config.vocab_size
+    if tree.candidates > vocabulary:
+        raise DartreeConfigError(
+            f"tree_candidates is {tree.candidates}, but the vocabulary has {vocabulary} tokens; it must be at most that"
+        )
+    if tree.budget > sum(widths):
+        tree = _fit_budget(tree, sum(widths), is_given=keys.get("num_speculative_tokens") is not None)
+        base.num_speculative_tokens = tree.budget
+
+    _hand_over(base)
+    target_parallel_config.worker_cls = worker_class()
+    made = object.__new__(DartreeSpeculativeConfig)
+    # copy.copy and not vLLM's replace, which would validate the parts once more.
+    made.__dict__.update(copy.copy(base).__dict__, tree=tree, drafter=spec)
+    return made
+
+
+def _hand_over(base: SpeculativeConfig) -> None:
+    """Makes vLLM load the drafter as our model."""
+    hf = base.draft_model_config.hf_config
+    hf.architectures = [DRAFTER_ARCHITECTURE]
+    nested = getattr(hf, "dflash_config", None) or {}
+    if nested.get("sample_from_anchor"):
+        # vLLM's speculator refuses it; ours lays the block out by the DrafterSpec, which has read it.
+        hf.dflash_config = nested | {"sample_from_anchor": False}
+    base.update_arch_()
+
+
+def _fit_budget(tree: TreeConfig, num_nodes: int, *, is_given: bool) -> TreeConfig:
+    """A default budget shrinks to the nodes that there can be; a budget that was asked for stays, with a warning."""
+    if not is_given:
+        return dataclasses.replace(tree, budget=num_nodes)
+    logger.warning(
+        "num_speculative_tokens is %d, but a tree has at most %d nodes (tree_variant is %r); the other rows are "
+        "verified for nothing",
+        tree.budget,
+        num_nodes,
+        tree.variant,
+    )
+    return tree
+
+
+def _read_drafter(keys: Mapping[str, Any], hub_token: Any) -> DrafterSpec:
+    """The block and the head of the drafter, from its ``config.json``.
+
+    Before vLLM reads it, whose answer to a checkpoint that is no drafter is a list of all that it knows.
+    """
+    name = keys["model"]
+    try:
+        raw, _ = PreTrainedConfig.get_config_dict(name, revision=keys.get("revision"), token=hub_token)
+    except (OSError, ValueError) as error:
+        raise DartreeConfigError(
+            f"speculative_config has model={name!r}, but there is no config.json of a checkpoint to be had: {error}"
+        ) from error
+    architectures = raw.get("architectures") or []
+    if not set(architectures).intersection(ARCHITECTURES):
+        raise DartreeConfigError(
+            f"the drafter '{name}' has architectures={architectures}; method 'dartree' drives drafters with "
+            f"{' or '.join(ARCHITECTURES)}"
+        )
+    spec = DrafterSpec.from_config(raw)
+    if spec.head not in ("domino", "marginal"):
+        raise DartreeConfigError(
+            f"the drafter '{name}' has a {spec.head} head; this version of method 'dartree' drives drafters with a "
+            "Domino head and plain DFlash drafters, which have none"
+        )
+    return spec
+
+
+def _check_fit(name: str, spec: DrafterSpec, hf: PreTrainedConfig, target: ModelConfig) -> None:
+    """Refuses a drafter that does not fit the target.
+
+    Args:
+        name: of the drafter's checkpoint, for messages.
+        spec: its block and head.
+        hf: its config as vLLM holds it.
+        target: the target's.
+    """
+    text = target.hf_text_config
+    spec.check_target(
+        drafter_hidden=hf.hidden_size,
+        drafter_vocab=hf.vocab_size,
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        num_layers=text.num_hidden_layers,
+    )
+    if hf.max_position_embeddings < target.max_model_len:
+        rope = getattr(hf, "rope_parameters", None) or {}
+        kinds = {part.get("rope_type", "default") for part in (rope, *rope.values()) if isinstance(part, dict)}
+        if not kinds.issubset(PLAIN_ROPE):
+            raise DartreeConfigError(
+                f"the drafter '{name}' has max_position_embeddings={hf.max_position_embeddings} and RoPE of the type "
+                f"{', '.join(sorted(kinds))}, but max_model_len is {target.max_model_len}; set max_model_len to at "
+                f"most {hf.max_position_embeddings}"
+            )
+        # The drafter drafts at the target's positions, so its table of angles must reach as far.
+        hf.max_position_embeddings = target.max_model_len
+
+
+def worker_class() -> str:
+    """The qualified name of the worker for this platform.
+
+    Raises:
+        DartreeConfigError: the platform has none.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return "vllm_dartree.engine.cpu_worker.DartreeCPUWorker"
+    if current_platform.is_cuda():
+        return "vllm_dartree.engine.worker.DartreeWorker"
+    raise DartreeConfigError(
+        "method 'dartree' runs on NVIDIA GPUs and, for tests, on CPUs, but vLLM runs on "
+        f"'{current_platform.device_name}' here"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """A feature of vLLM that cannot be combined with this method.
+
+    Args:
+        name: how vLLM calls it.
+        value: what the config, or the early view of it, says about it; anything falsy says that it is off.
+        reason: why it cannot work.
+        remedy: what to do instead.
+    """
+
+    name: str
+    value: Callable[[Any], Any]
+    reason: str
+    remedy: str
+
+
+def _text(config: Any, key: str) -> Any:
+    return getattr(config.model_config.hf_text_config, key, None)
+
+
+def _larger_than_one(size: int) -> int:
+    return size if size > 1 else 0
+
+
+_TREE_ATTENTION = "the attention over a tree does not compute it"
+_OTHER_TARGET = "use another target, or serve this one without method 'dartree'"
+UNSUPPORTED = (
+    Feature(
+        "pipeline parallelism (pipeline_parallel_size)",
+        lambda c: _larger_than_one(c.parallel_config.pipeline_parallel_size),
+        "the drafter reads hidden states of all of the target's layers in one process",
+        "set it to 1, e.g. in favour of tensor_parallel_size",
+    ),
+    Feature(
+        "prefill context parallelism (prefill_context_parallel_size)",
+        lambda c: _larger_than_one(c.parallel_config.prefill_context_parallel_size),
+        "a tree's rows would be spread over ranks",
+        "set it to 1",
+    ),
+    Feature(
+        "decode context parallelism (decode_context_parallel_size)",
+        lambda c: _larger_than_one(c.parallel_config.decode_context_parallel_size or 1),
+        "a tree's KV would be spread over ranks",
+        "set it to 1",
+    ),
+    Feature(
+        "dual-batch overlap (enable_dbo, ubatch_size)",
+        lambda c: c.parallel_config.use_ubatching,
+        "it would cut a batch through its trees",
+        "leave it off",
+    ),
+    Feature(
+        "batch-sharded sampling (enable_batch_sharded_sampling)",
+        lambda c: c.parallel_config.enable_batch_sharded_sampling,
+        "its shards know nothing of trees and would emit wrong tokens",
+        "leave it off",
+    ),
+    Feature(
+        "a KV connector (kv_transfer_config, kv_offloading_size)",
+        lambda c: (
+            getattr(c.kv_transfer_config, "kv_connector", None) or getattr(c.cache_config, "kv_offloading_size", None)
+        ),
+        "it may save the KV of a step before the accepted path is in its place",
+        "leave it out",
+    ),
+    Feature(
+        "a quantised KV cache (kv_cache_dtype)",
+        lambda c: (
+            c.cache_config.cache_dtype
+            if c.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32")
+            else None
+        ),
+        _TREE_ATTENTION,
+        "set it to auto",
+    ),
+    Feature(
+        "fast prefill with shared KV (kv_sharing_fast_prefill)",
+        lambda c: c.cache_config.kv_sharing_fast_prefill,
+        "the drafter needs the hidden states of every token",
+        "leave it off",
+    ),
+    Feature(
+        "watermarking (watermark_config)",
+        lambda c: c.watermark_config is not None,
+        "its context is the row before, which on a tree may be a sibling",
+        "leave it out",
+    ),
+    Feature(
+        "trace replay (enable_trace_replay)",
+        lambda c: c.model_config.enable_trace_replay,
+        "it replays a sequence of tokens and not a tree",
+        "leave it off",
+    ),
+    Feature(
+        "sampling masks (return_sampling_mask)",
+        lambda c: c.model_config.return_sampling_mask,
+        "they would come back in the order of the tree's rows",
+        "leave it off",
+    ),
+    Feature(
+        "routed experts in the output (enable_return_routed_experts)",
+        lambda c: c.aux_output_config.enabled,
+        "they would come back in the order of the tree's rows",
+        "leave it off",
+    ),
+    Feature(
+        "Engram layers (engram_config)",
+        lambda c: c.engram_config is not None,
+        "they embed n-grams of the rows before, which on a tree may be siblings",
+        _OTHER_TARGET,
+    ),
+    Feature(
+        "a diffusion target",
+        lambda c: c.model_config.is_diffusion,
+        "it does not decode from left to right",
+        _OTHER_TARGET,
+    ),
+    Feature(
+        "a pooling model (runner)",
+        lambda c: c.model_config.runner_type if c.model_config.runner_type != "generate" else None,
+        "it generates nothing",
+        "leave speculative_config out",
+    ),
+    Feature(
+        "an encoder-decoder target",
+        lambda c: c.model_config.is_encoder_decoder,
+        "its cross-attention was not tried with trees",
+        _OTHER_TARGET,
+    ),
+    Feature(
+        "a target with recurrent layers (Mamba, GDN and other hybrids)",
+        lambda c: c.model_config.is_hybrid or c.model_config.is_attention_free or c.model_config.has_inner_state,
+        "a recurrent state has no branches",
+        _OTHER_TARGET,
+    ),
+    Feature(
+        "a target with MLA",
+        lambda c: c.model_config.use_mla,
+        _TREE_ATTENTION,
+        _OTHER_TARGET,
+    ),
+    Feature(
+        "a target with M-RoPE",
+        lambda c: c.model_config.uses_mrope,
+        "a tree's rows move along one position, not three",
+        _OTHER_TARGET,
+    ),
+    Feature(
+        "a target with chunked local attention (attention_chunk_size)",
+        lambda c: c.model_config.attention_chunk_size,
+        _TREE_ATTENTION,
+        _OTHER_TARGET,
+    ),
+    Feature(
+        "a target with dual chunk attention (dual_chunk_attention_config)",
+        lambda c: bool(getattr(c.model_config.hf_config, "dual_chunk_attention_config", None)),
+        _TREE_ATTENTION,
+        _OTHER_TARGET,
+    ),
+    Feature(
+        "a target with ALiBi",
+        lambda c: c.model_config.uses_alibi,
+        _TREE_ATTENTION,
+        _OTHER_TARGET,
+    ),
+    Feature(
+        "a target with reference sliding window attention (rswa_window)",
+        lambda c: c.model_config.rswa_window,
+        _TREE_ATTENTION,
+        _OTHER_TARGET,
+    ),
+    Feature(
+        "a target with attention sinks",
+        lambda c: (
+            "GptOssForCausalLM" in c.model_config.architectures
+            or _text(c, "add_swa_attention_sink_bias")
+            or _text(c, "add_full_attention_sink_bias")
+        ),
+        _TREE_ATTENTION,
+        _OTHER_TARGET,
+    ),
+    Feature(
+        "a target whose layers share KV (num_kv_shared_layers)",
+        lambda c: _text(c, "num_kv_shared_layers"),
+        "moving the accepted path's KV was not tried with it",
+        _OTHER_TARGET,
+    ),
+)
+
+
+def _check_features(config: Any) -> None:
+    for feature in UNSUPPORTED:
+        value = feature.value(config)
+        if value:
+            shown = "on" if value is True else repr(value)
+            raise DartreeConfigError(
+                f"method 'dartree' does not work with {feature.name}, which is {shown} here: {feature.reason}; "
+                f"{feature.remedy}"
+            )
+
+
+def _early_view(args: EngineArgs, model: ModelConfig, parallel: ParallelConfig) -> SimpleNamespace:
+    """As much of a ``VllmConfig`` as ``UNSUPPORTED`` asks for.
+
+    vLLM's own checks of the finished config would come first and speak of ``dflash`` or EAGLE.
+    """
+    return SimpleNamespace(
+        model_config=model,
+        parallel_config=parallel,
+        cache_config=SimpleNamespace(
+            cache_dtype=args.kv_cache_dtype,
+            kv_sharing_fast_prefill=args.kv_sharing_fast_prefill,
+            kv_offloading_size=args.kv_offloading_size,
+        ),
+        kv_transfer_config=args.kv_transfer_config,
+        watermark_config=args.watermark_config,
+        aux_output_config=args.aux_output_config,
+        engram_config=args.engram_config,
+    )
+
+
+def _check_runner() -> None:
+    """Refuses what makes vLLM fall back to its V1 model runner whatever else is configured."""
+    from vllm import envs
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
+    if envs.VLLM_USE_V2_MODEL_RUNNER is False:
+        raise DartreeConfigError(
+            "VLLM_USE_V2_MODEL_RUNNER is 0, which asks for vLLM's V1 model runner, but method 'dartree' needs V2; "
+            "unset the variable"
+        )
+    if not HAS_TRITON and current_platform.is_cpu():
+        raise DartreeConfigError(
+            "vLLM runs on a CPU here, where Triton has no driver and vLLM takes its V1 model runner; method 'dartree' "
+            "needs V2. To try it on a CPU, slowly, run the command through: vllm-dartree emulate -- COMMAND"
+        )
+    if not HAS_TRITON:
+        raise DartreeConfigError(
+            "vLLM finds no working Triton, so it takes its V1 model runner, but method 'dartree' needs V2; install the "
+            "Triton that belongs to your PyTorch and check that it sees one GPU driver"
+        )
+
+
+def check_supported(vllm_config: VllmConfig) -> None:
+    """Refuses a finished config with a feature that this method cannot be combined with.
+
+    Does nothing for other methods.
+
+    Raises:
+        DartreeConfigError: naming the feature, why, and what to do.
+    """
+    if not isinstance(vllm_config.speculative_config, DartreeSpeculativeConfig):
+        return
+    if not vllm_config.use_v2_model_runner:
+        _check_runner()
+        missing = vllm_config._get_v2_model_runner_unsupported_features()
+        raise DartreeConfigError(
+            f"vLLM takes its V1 model runner, since V2 has no {', '.join(missing)}, but method 'dartree' needs V2; "
+            "leave that out"
+        )
+    _check_features(vllm_config)

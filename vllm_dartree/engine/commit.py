@@ -1,0 +1,62 @@
+"""Commit: keys, values and drafter features of the accepted path become contiguous behind the context."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_dartree.engine.kv_layout import KVLayout
+from vllm_dartree.engine.state import TreeStep
+
+
+@dataclass
+class CachedLayer:
+    """A layer of the target that owns a KV cache."""
+
+    name: str
+    attention: object  # vLLM's Attention module; its ``kv_cache`` is bound after the layer is made
+    layout: KVLayout
+
+
+def commit_rows(
+    step: TreeStep,
+    layers: list[CachedLayer],
+    slot_mappings: dict[str, Tensor],
+    positions: Tensor,
+    aux_hidden_states: list[Tensor] | None,
+) -> list[Tensor] | None:
+    """Moves the row that was accepted at depth ``d`` to the place of row ``d``.
+
+    Args:
+        step: with ``accepted`` set by the sampler.
+        layers: the target's; each moves by the slot mapping of its own KV group.
+        slot_mappings: by layer name, ``[num_tokens]`` cache slots of the flat batch in sequential order.
+        positions: the batch's buffer; goes back to sequential positions, which the drafter counts on.
+        aux_hidden_states: per layer ``[num_tokens, H]``.
+
+    Returns:
+        ``aux_hidden_states`` in the order of the chain.
+    """
+    path = step.accepted.path  # [R, D + 1]
+    depth = step.rows.clamp(max=path.shape[1] - 1)
+    row = path[step.requests, depth]
+    # Rows past the end of the path stay where they are: a copy onto itself.
+    row = row.where((row >= 0) & (step.rows < path.shape[1]), step.rows)
+    source = step.tokens[step.first_rows[step.requests] + row]
+    depths = torch.arange(path.shape[1], device=path.device)
+    first = step.first_rows[:, None]
+    old = step.tokens[first + path.clamp(min=0)]  # [R, D + 1]
+    # Row d exists wherever the path reaches depth d; the other pairs are skipped.
+    new = step.tokens[(first + depths).clamp(max=step.tokens.shape[0] - 1)]
+    for layer in layers:
+        slots = slot_mappings[layer.name]
+        layer.layout.move(layer.attention.kv_cache, slots[old].where(path >= 0, -1), slots[new])
+    positions[step.tokens] = step.roots[step.requests] + step.rows
+    if aux_hidden_states is None:
+        return None
+    committed = []
+    for hidden in aux_hidden_states:
+        moved = hidden.clone()
+        moved[step.tokens] = hidden[source]
+        committed.append(moved)
+    return committed

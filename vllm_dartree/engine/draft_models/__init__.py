@@ -1,0 +1,1 @@
+"""Drafters as vLLM models that also give a correction head."""

@@ -1,0 +1,1 @@
+"""Kernels on tensors, each with its PyTorch twin."""
