@@ -305,7 +305,11 @@ SEAMS = (
             "kv_sharing_target_layer_name",
         ),
     ),
-    Seam("vllm.v1.attention.backend", "AttentionBackend", members=("get_name", "get_builder_cls")),
+    Seam(
+        "vllm.v1.attention.backend",
+        "AttentionBackend",
+        members=("get_name", "get_builder_cls", "forward_includes_kv_cache_update"),
+    ),
     Seam(
         "vllm.v1.attention.backend",
         "AttentionMetadataBuilder.build",

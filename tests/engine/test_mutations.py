@@ -8,16 +8,20 @@ from vllm_dartree.engine import speculator as speculator_module
 from vllm_dartree.engine.commit import commit_rows
 from vllm_dartree.engine.state import TreeState
 
-PARAMS = SamplingParams(temperature=0, max_tokens=48)
+pytestmark = pytest.mark.slow
+
+# Warm, and on the prompts that leave most to the model (every second one), so that paths leave the spine: along the
+# first rows of a tree a plain causal mask is the right one.
+PARAMS = SamplingParams(temperature=1.2, seed=1, max_tokens=48)
 
 
 @pytest.fixture(scope="module")
 def expected(prompts):
-    return tokens(run(engine(), prompts[:4], PARAMS))
+    return tokens(run(engine(), prompts[1:12:2], PARAMS))
 
 
 def _tokens_with_trees(prompts):
-    return tokens(run(engine(dartree()), prompts[:4], PARAMS))
+    return tokens(run(engine(dartree()), prompts[1:12:2], PARAMS))
 
 
 def test_nothing_changed(prompts, expected):
@@ -76,8 +80,8 @@ def test_without_the_gather_of_features_only_drafts_suffer(prompts, expected, mo
 
     llm = engine(dartree())
     with counted(llm) as healthy:
-        run(llm, prompts[:4], PARAMS)
+        run(llm, prompts[1:12:2], PARAMS)
     monkeypatch.setattr(speculator_module, "commit_rows", commit_cache_only)
     with counted(llm) as spoiled:
-        assert tokens(run(llm, prompts[:4], PARAMS)) == expected
+        assert tokens(run(llm, prompts[1:12:2], PARAMS)) == expected
     assert spoiled.tau < healthy.tau

@@ -5,6 +5,8 @@ from engine.engines import counted, dartree, engine, run, runner, tokens
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from vllm_dartree.engine import sampler as sampler_module
+
 MIXED = [
     SamplingParams(temperature=0, max_tokens=32),
     SamplingParams(temperature=0, max_tokens=32, repetition_penalty=1.2),
@@ -12,14 +14,28 @@ MIXED = [
     SamplingParams(temperature=0, max_tokens=32, min_tokens=20, stop_token_ids=[10]),
     SamplingParams(temperature=1.0, seed=5, max_tokens=32, allowed_token_ids=list(range(2, 500))),
     SamplingParams(temperature=0, max_tokens=32),
+    SamplingParams(temperature=1.0, seed=6, max_tokens=32, min_p=0.05),
+    SamplingParams(temperature=0, max_tokens=32, logit_bias={200: -3.0, 4: 2.0}),
 ]
 
 
 def test_penalties_and_plain_requests_in_one_batch(prompts):
-    expected = tokens(run(engine(), prompts[:6], MIXED))
+    expected = tokens(run(engine(), prompts[: len(MIXED)], MIXED))
     trees = engine(dartree())
-    assert tokens(run(trees, prompts[:6], MIXED)) == expected
-    assert tokens(run(trees, prompts[:6], MIXED, arrive_every=3)) == expected
+    assert tokens(run(trees, prompts[: len(MIXED)], MIXED)) == expected
+    assert tokens(run(trees, prompts[: len(MIXED)], MIXED, arrive_every=3)) == expected
+
+
+def test_logits_that_are_sampled_in_chunks(prompts, monkeypatch):
+    params = [
+        SamplingParams(temperature=1.0, top_p=0.9, seed=i, max_tokens=16, logprobs=2, repetition_penalty=1.0 + i / 10)
+        for i in range(4)
+    ]
+    expected = run(engine(), prompts[:4], params)
+    monkeypatch.setattr(sampler_module, "get_max_chunk_logits", lambda vocab_size: 20)
+    actual = run(engine(dartree()), prompts[:4], params)
+    assert tokens(actual) == tokens(expected)
+    assert [len(one.logprobs) for one in actual] == [len(one.tokens) for one in expected]
 
 
 def test_a_penalised_request_is_drafted_as_a_chain_and_still_gains(prompts):

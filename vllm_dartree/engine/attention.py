@@ -135,6 +135,7 @@ def tree_backend(base: type[AttentionBackend], state: TreeState) -> type[Attenti
         def get_builder_cls() -> type:
             return TreeMetadataBuilder
 
+    TreeBackend.__qualname__ = f"Tree{base.__qualname__}"  # vLLM groups layers by it
     return TreeBackend
 
 
@@ -226,6 +227,8 @@ def install_tree_attention(vllm_config: VllmConfig, draft_layer_names: set[str],
             continue
         impl, base = layer.impl, layer.attn_backend
         for feature, present in (
+            # Verify-only steps leave out the base's forward.
+            ("a backend that writes its cache within forward", base.forward_includes_kv_cache_update),
             ("ALiBi", getattr(impl, "alibi_slopes", None) is not None),
             ("attention sinks", getattr(impl, "sinks", None) is not None),
             ("a quantised KV cache", layer.kv_cache_dtype not in ("auto", "float16", "bfloat16")),
@@ -240,8 +243,11 @@ def install_tree_attention(vllm_config: VllmConfig, draft_layer_names: set[str],
                     f"layer {name} of the target has {feature}, which tree attention cannot verify"
                 )
         layout = _layout_of(layer, state.parents.device)
-        layer.attn_backend = backends.setdefault(base, tree_backend(base, state))
-        impl.__class__ = impls.setdefault(type(impl), tree_impl(type(impl)))
+        if base not in backends:
+            backends[base] = tree_backend(base, state)
+        if type(impl) not in impls:
+            impls[type(impl)] = tree_impl(type(impl))
+        layer.attn_backend, impl.__class__ = backends[base], impls[type(impl)]
         impl.tree_layout = layout
         cached.append(CachedLayer(name, layer, layout))
     return cached

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from vllm.model_executor.layers.attention import Attention
 
 from vllm_dartree.engine.kv_layout import KVLayout
 from vllm_dartree.engine.state import TreeStep
@@ -14,7 +15,7 @@ class CachedLayer:
     """A layer of the target that owns a KV cache."""
 
     name: str
-    attention: object  # vLLM's Attention module; its ``kv_cache`` is bound after the layer is made
+    attention: Attention  # its ``kv_cache`` is bound after the layer is made
     layout: KVLayout
 
 
@@ -38,25 +39,23 @@ def commit_rows(
         ``aux_hidden_states`` in the order of the chain.
     """
     path = step.accepted.path  # [R, D + 1]
-    depth = step.rows.clamp(max=path.shape[1] - 1)
-    row = path[step.requests, depth]
-    # Rows past the end of the path stay where they are: a copy onto itself.
-    row = row.where((row >= 0) & (step.rows < path.shape[1]), step.rows)
-    source = step.tokens[step.first_rows[step.requests] + row]
     depths = torch.arange(path.shape[1], device=path.device)
     first = step.first_rows[:, None]
     old = step.tokens[first + path.clamp(min=0)]  # [R, D + 1]
     # Row d exists wherever the path reaches depth d; the other pairs are skipped.
     new = step.tokens[(first + depths).clamp(max=step.tokens.shape[0] - 1)]
+    moves: dict[int, tuple[Tensor, Tensor]] = {}  # by KV group: its layers share one slot mapping
     for layer in layers:
         slots = slot_mappings[layer.name]
-        layer.layout.move(layer.attention.kv_cache, slots[old].where(path >= 0, -1), slots[new])
+        if id(slots) not in moves:
+            moves[id(slots)] = (slots[old].where(path >= 0, -1), slots[new])
+        layer.layout.move(layer.attention.kv_cache, *moves[id(slots)])
     positions[step.tokens] = step.roots[step.requests] + step.rows
     if aux_hidden_states is None:
         return None
-    committed = []
+    committed, in_path_order = [], step.in_path_order()
     for hidden in aux_hidden_states:
         moved = hidden.clone()
-        moved[step.tokens] = hidden[source]
+        moved[step.tokens] = hidden[step.tokens[in_path_order]]
         committed.append(moved)
     return committed

@@ -32,6 +32,10 @@ class DartreeRunnerMixin:
         self.speculator.cached_layers = install_tree_attention(
             self.vllm_config, self.speculator.draft_attn_layer_names, trees
         )
+        # Also those of installed packages, which the configuration does not list. vLLM's own are all told apart below.
+        self.has_custom_processors = any(
+            not type(processor).__module__.startswith("vllm.") for processor in self.sampler.logits_processors
+        )
         self.rejection_sampler = TreeSampler(self.rejection_sampler, self.speculative_config, self.device, trees)
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
@@ -55,7 +59,7 @@ class DartreeRunnerMixin:
             or params.bad_words
             or params.structured_outputs is not None
             or params.thinking_token_budget is not None
-            or self.model_config.logits_processors
+            or self.has_custom_processors
         )
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from vllm.config import SpeculativeConfig
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
@@ -24,7 +25,9 @@ class TreeSampler(RejectionSampler):
     depth's, so a row samples exactly what plain decoding would sample there.
     """
 
-    def __init__(self, native: RejectionSampler, spec_config, device: torch.device, state: TreeState) -> None:
+    def __init__(
+        self, native: RejectionSampler, spec_config: SpeculativeConfig, device: torch.device, state: TreeState
+    ) -> None:
         super().__init__(native.sampler, spec_config, device)
         self.state = state
 
@@ -39,7 +42,8 @@ class TreeSampler(RejectionSampler):
         assert step is not None, "a batch with drafts was sampled without its trees"
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
         want_logprobs = self.sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np)
-        sampled, processed = self._sample_rows(logits, input_batch)
+        keep_processed = want_logprobs != NO_LOGPROBS and self.sampler.logprobs_mode.startswith("processed")
+        sampled, processed = self._sample_rows(logits, input_batch, keep_processed)
 
         drafted = input_batch.input_ids[step.tokens].long()
         if invalid_drafts is not None:
@@ -72,12 +76,13 @@ class TreeSampler(RejectionSampler):
             num_rejected=num_rejected,
         )
 
-    def _sample_rows(self, logits: Tensor, input_batch: InputBatch) -> tuple[Tensor, Tensor | None]:
-        """One token per row ``[N]``; and the processed logits ``[N, V]`` if logprobs are taken from those."""
+    def _sample_rows(
+        self, logits: Tensor, input_batch: InputBatch, keep_processed: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """One token per row ``[N]``; and the processed logits ``[N, V]`` if they are to be kept."""
         positions = input_batch.positions[input_batch.logits_indices]
         input_ids = input_batch.input_ids[input_batch.logits_indices]
         cumulative = input_batch.cu_num_logits_np
-        keep_processed = self.sampler.logprobs_mode.startswith("processed")
         sampled, processed = [], []
         # Chunks as in vLLM's own rejection sampler, to bound the float32 copy of the logits.
         for start, end in _iter_request_chunks(cumulative, get_max_chunk_logits(logits.shape[1])):
@@ -102,14 +107,10 @@ class TreeSampler(RejectionSampler):
         self, logits: Tensor, step: TreeStep, input_batch: InputBatch, num_sampled: Tensor, max_num_logprobs: int
     ) -> LogprobsTensors | None:
         """vLLM reads the logprobs of emitted token ``d`` from row ``d``: puts the rows of the path there."""
-        path = step.accepted.path
-        depth = step.rows.clamp(max=path.shape[1] - 1)
-        row = path[step.requests, depth]
-        row = row.where((row >= 0) & (step.rows < path.shape[1]), step.rows)
         return self._get_logprobs_tensors(
             step.accepted.tokens,
             num_sampled,
-            logits[step.first_rows[step.requests] + row],
+            logits[step.in_path_order()],
             input_batch.cu_num_logits,
             input_batch.cu_num_logits_np,
             max_num_logprobs,

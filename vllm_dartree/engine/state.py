@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_dartree.tree import Accepted, DraftTree, Topology, keep_spine, topology
 
@@ -31,6 +32,13 @@ class TreeStep:
         padded = values.new_zeros(*self.parents.shape, *values.shape[1:])
         padded[self.requests, self.rows] = values
         return padded
+
+    def in_path_order(self) -> Tensor:
+        """``[N]`` int64: for row ``d`` of a request, which row was accepted at depth ``d``; itself past the path."""
+        path = self.accepted.path
+        row = path[self.requests, self.rows.clamp(max=path.shape[1] - 1)]
+        row = row.where((row >= 0) & (self.rows < path.shape[1]), self.rows)
+        return self.first_rows[self.requests] + row
 
 
 class TreeState:
@@ -68,7 +76,7 @@ class TreeState:
         self.ancestors[slots] = shape.ancestors
         return tree
 
-    def begin_step(self, input_batch, prefill_len: Tensor) -> TreeStep:
+    def begin_step(self, input_batch: InputBatch, prefill_len: Tensor) -> TreeStep:
         """Reads the trees of a batch that has drafts, and moves its rows to their depth's positions in place.
 
         Args:

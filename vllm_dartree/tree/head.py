@@ -48,7 +48,7 @@ class CorrectionHead(ABC):
 
     @abstractmethod
     def score(self, prepared: Any, slot: int, state: Tensor) -> Tensor:
-        """The bias ``[R, F, K]`` (float32) to add to the base logits of the slot's candidates."""
+        """The bias ``[R, F, K]`` (float32), or what broadcasts to it, to add to the base logits of the candidates."""
 
     @abstractmethod
     def advance(self, prepared: Any, slot: int, state: Tensor, choice: Tensor) -> Tensor:

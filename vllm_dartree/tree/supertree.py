@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +29,10 @@ def best_first(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return ordered[..., :count], index[..., :count]
 
 
-def corrected_log_probs(head: CorrectionHead, prepared, block: DraftBlock, slot: int, state: Tensor) -> Tensor:
-    """Log-probabilities ``[R, F, K]`` of a slot's candidates after each branch, normalised over the candidates.
+def corrected_log_probs(head: CorrectionHead, prepared: Any, block: DraftBlock, slot: int, state: Tensor) -> Tensor:
+    """Log-probabilities of a slot's candidates after each branch, normalised over the candidates.
+
+    ``[R, F, K]``; or ``[R, 1, K]`` where the head does not tell branches apart.
 
     They are never above 0, which Lemma 1 rests on, and never NaN: what a drafter with non-finite logits cannot rank
     gets -inf, so that it costs acceptance and nothing else.

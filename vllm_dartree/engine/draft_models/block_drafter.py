@@ -9,6 +9,7 @@ from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFla
 from vllm.platforms import current_platform
 
 from vllm_dartree.heads import DominoHead, DrafterSpec, MarginalHead
+from vllm_dartree.heads.tensors import HeadTensorError
 from vllm_dartree.tree import CorrectionHead
 
 HEAD_PREFIXES = ("prefix_gru.", "embed_proj.")
@@ -55,7 +56,14 @@ class DartreeBlockDrafter(DFlashQwen3ForCausalLM):
     def correction_head(self, spec: DrafterSpec) -> CorrectionHead:
         """The head of the checkpoint; call it after the weights are loaded."""
         if spec.head == "domino":
-            return DominoHead(spec, self.head_tensors, self.embed_input_ids)
+            head = DominoHead(spec, self.head_tensors, self.embed_input_ids)
+            rows, size = head.output_weight.shape[0], head.input_weight.shape[1]
+            if rows < self.config.vocab_size or size != self.config.hidden_size:
+                raise HeadTensorError(
+                    f"the drafter's Domino head has {rows} rows of 'embed_proj.2.weight' and an input of {size}; its "
+                    f"config needs {self.config.vocab_size} and {self.config.hidden_size}"
+                )
+            return head
         return MarginalHead()
 
     @torch.inference_mode()
