@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# Installs everything into .venv and runs vLLM on the bundled tiny pair, without speculation and with dartree.
-# Arguments go to `vllm-dartree demo`.
+# Installs everything into .venv; runs vLLM on the bundled tiny pair, without speculation and with dartree; then compares
+# DARTree with chains and other trees on the same pair. Arguments go to `vllm-dartree demo`.
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
-exec .venv/bin/vllm-dartree demo "$@"
+.venv/bin/vllm-dartree demo "$@"
+echo
+exec .venv/bin/vllm-dartree compare --max-samples 8
