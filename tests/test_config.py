@@ -19,6 +19,14 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 activate()
 
 
+@pytest.fixture(autouse=True)
+def _environment_is_read_afresh():
+    """An engine that ran in this process before has made vLLM keep its environment variables."""
+    from vllm import envs
+
+    envs.disable_envs_cache()
+
+
 def engine_args(speculative=None, model=str(TARGET), **settings):
     from vllm.engine.arg_utils import EngineArgs
 
