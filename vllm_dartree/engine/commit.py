@@ -53,9 +53,9 @@ def commit_rows(
     positions[step.tokens] = step.roots[step.requests] + step.rows
     if aux_hidden_states is None:
         return None
-    committed, in_path_order = [], step.in_path_order()
+    committed, source = [], step.tokens[step.in_path_order()]
     for hidden in aux_hidden_states:
         moved = hidden.clone()
-        moved[step.tokens] = hidden[step.tokens[in_path_order]]
+        moved[step.tokens] = hidden[source]
         committed.append(moved)
     return committed
