@@ -8,7 +8,6 @@ before each replay. Graphs are captured for uniform batches only, so a mixed bat
 without drafts may: its rows are put there as a chain, whose mask is the causal one.
 """
 
-import os
 from typing import Any
 
 import torch
@@ -22,10 +21,10 @@ from vllm_dartree.config import DartreeConfigError
 from vllm_dartree.engine.commit import CachedLayer
 from vllm_dartree.engine.kv_layout import KVLayout, PackedCPULayout, PagedLayout, VerifyRows
 from vllm_dartree.engine.state import TreeState, TreeStep
+from vllm_dartree.kernels import use_triton
 
 # Backends whose cache is vLLM's paged one with a slot's key and value side by side.
 PAGED_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
-KERNELS_VARIABLE = "DARTREE_KERNELS"
 
 
 def _block_table(metadata: CommonAttentionMetadata, block_size: int) -> Tensor:
@@ -191,17 +190,10 @@ def _window_of(impl: Any) -> int | None:
     return window if window and window > 0 else None
 
 
-def _use_triton(device: torch.device) -> bool:
-    choice = os.environ.get(KERNELS_VARIABLE) or ("triton" if device.type == "cuda" else "torch")
-    if choice not in ("triton", "torch"):
-        raise DartreeConfigError(f"{KERNELS_VARIABLE} is {choice!r}; it must be 'triton' or 'torch', or be unset")
-    return choice == "triton"
-
-
 def _layout_of(layer: Attention, device: torch.device) -> KVLayout:
     name = layer.attn_backend.get_name()
     if name in PAGED_BACKENDS:
-        return PagedLayout(_use_triton(device), envs.VLLM_BATCH_INVARIANT)
+        return PagedLayout(use_triton(device), envs.VLLM_BATCH_INVARIANT)
     if name == "CPU_ATTN":
         return PackedCPULayout(layer)
     raise DartreeConfigError(

@@ -14,7 +14,7 @@ What every other room takes from here:
 
 from vllm_dartree.tree.accept import Accepted, walk
 from vllm_dartree.tree.config import TreeConfig, TreeConfigError
-from vllm_dartree.tree.head import CorrectionHead, DraftBlock, draft_block
+from vllm_dartree.tree.head import Branches, CorrectionHead, DraftBlock, draft_block
 from vllm_dartree.tree.prune import DraftTree, prune
 from vllm_dartree.tree.spine import keep_spine
 from vllm_dartree.tree.supertree import Supertree, expand
@@ -22,6 +22,7 @@ from vllm_dartree.tree.topology import Topology, topology
 
 __all__ = [
     "Accepted",
+    "Branches",
     "CorrectionHead",
     "DraftBlock",
     "DraftTree",

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vllm_dartree.tree.head import CorrectionHead, DraftBlock
+from vllm_dartree.tree.head import CorrectionHead, DraftBlock, corrected_log_probs
 from vllm_dartree.tree.prune import DraftTree
-from vllm_dartree.tree.supertree import Supertree, corrected_log_probs
+from vllm_dartree.tree.supertree import Supertree
 
 
 def draft_tree(nodes: Sequence[tuple[int, int, float]], device: torch.device | str = "cpu") -> DraftTree:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_dartree.tree.supertree import Supertree, best_first
+from vllm_dartree.tree.head import best_first
+from vllm_dartree.tree.supertree import Supertree
 
 
 @dataclass

@@ -1,13 +1,13 @@
 """Depth-wise batched expansion (METHOD section 2, step 3)."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from vllm_dartree.tree.head import CorrectionHead, DraftBlock, select_branches
+from vllm_dartree.tree.head import Branches, CorrectionHead, DraftBlock
 
 
 @dataclass
@@ -23,23 +23,18 @@ class Supertree:
     scores: Tensor  # [R, N] float32, log-probability of the path from the anchor
 
 
-def best_first(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` largest of the last dimension, descending; ties keep their order, which ``torch.topk`` does not."""
-    ordered, index = values.sort(dim=-1, descending=True, stable=True)
-    return ordered[..., :count], index[..., :count]
-
-
-def corrected_log_probs(head: CorrectionHead, prepared: Any, block: DraftBlock, slot: int, state: Tensor) -> Tensor:
-    """Log-probabilities of a slot's candidates after each branch, normalised over the candidates.
-
-    ``[R, F, K]``; or ``[R, 1, K]`` where the head does not tell branches apart.
-
-    They are never above 0, which Lemma 1 rests on, and never NaN: what a drafter with non-finite logits cannot rank
-    gets -inf, so that it costs acceptance and nothing else.
-    """
-    logits = block.base[:, slot, None] + head.score(prepared, slot, state)
-    log_probs = logits.log_softmax(-1).clamp(max=0)
-    return log_probs.masked_fill(log_probs.isnan(), float("-inf"))
+def _levels(widths: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """``[N]`` int64 each: depth of every node, and the index at which its parents' level begins."""
+    depths, parents = [], []
+    depth, first, first_parent = 1, 0, -1  # the anchor is a level of its own
+    for width, run in itertools.groupby(widths):
+        level = torch.arange(len(list(run)) * width, device=device) // width
+        depths.append(level + depth)
+        parents.append((first + (level - 1) * width).where(level > 0, first_parent))
+        depth += level.shape[0] // width
+        first += level.shape[0]
+        first_parent = first - width
+    return torch.cat(depths), torch.cat(parents)
 
 
 def expand(head: CorrectionHead, block: DraftBlock, widths: Sequence[int]) -> Supertree:
@@ -51,25 +46,15 @@ def expand(head: CorrectionHead, block: DraftBlock, widths: Sequence[int]) -> Su
         widths: branches to keep at each depth, ``TreeConfig.widths``; each at most ``K`` times the one before
             (``K`` for the first).
     """
-    num_requests, _, num_candidates = block.candidates.shape
-    device = block.base.device
     prepared = head.prepare(block)
     state = head.root_state(prepared)
-    score = torch.zeros(num_requests, 1, device=device)
-    tokens, parents, scores = [], [], []
-    first_parent = -1  # index of the parents' level in the supertree; the anchor is its own level
+    scores = block.base.new_zeros(block.base.shape[0], 1)
+    grown: list[Branches] = []
     for slot, width in enumerate(widths):
-        log_probs = corrected_log_probs(head, prepared, block, slot, state)
-        paths = (score[..., None] + log_probs).flatten(1)  # [R, F * K]
-        score, best = best_first(paths, width)
-        branch, choice = best // num_candidates, best % num_candidates  # [R, W]
-        tokens.append(block.candidates[:, slot].gather(1, choice))
-        parents.append(branch + first_parent)
-        scores.append(score)
-        first_parent = sum(widths[:slot])
-        if slot + 1 < len(widths):
-            state = head.advance(prepared, slot, select_branches(state, branch), choice)
-    depths = torch.cat(
-        [torch.full((width,), depth, dtype=torch.int64, device=device) for depth, width in enumerate(widths, start=1)]
-    )
-    return Supertree(torch.cat(tokens, 1), torch.cat(parents, 1), depths, torch.cat(scores, 1))
+        if grown:
+            state = head.follow(prepared, slot - 1, state, grown[-1])
+        grown.append(head.grow(prepared, block, slot, state, scores, width))
+        scores = grown[-1].scores
+    depths, first_parents = _levels(widths, block.base.device)
+    scores, parents, _, tokens = (torch.cat(levels, 1) for levels in zip(*grown, strict=True))
+    return Supertree(tokens, parents + first_parents, depths, scores)
