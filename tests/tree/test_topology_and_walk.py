@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vllm_dartree.tree import DraftTree, TreeConfig, draft_block, expand, keep_spine, prune, topology, walk
+from vllm_dartree.tree import TreeConfig, draft_block, expand, prune, topology, walk
 from vllm_dartree.tree.oracles import walk_naive
 
 
@@ -80,25 +80,6 @@ def test_walk_keeps_requests_apart():
     assert accepted.num_accepted.tolist() == [2, 2, 0]
 
 
-@settings(max_examples=500)
-@given(trees(), trees())
-def test_the_spine_follows_the_first_child_and_leaves_other_requests_alone(tree, other):
-    rows = max(len(tree[1]), len(other[1]))
-    parents = torch.tensor([p + [-1] * (rows - len(p)) for _, p in (tree, other)])
-    tokens = torch.tensor([t + [0] * (rows - 1 - len(t)) for t, _ in (tree, other)], dtype=torch.int64)
-    scores = -torch.arange(1.0, rows).expand(2, -1)
-    kept = keep_spine(DraftTree(tokens, parents, scores), topology(parents), torch.tensor([True, False]))
-    assert torch.equal(kept.parents[1], parents[1])
-    assert torch.equal(kept.tokens[1], tokens[1])
-    spine, row = [], 0
-    while (child := next((i for i in range(row + 1, rows) if parents[0, i] == row), None)) is not None:
-        spine.append(child)
-        row = child
-    assert kept.parents[0].tolist() == [0, *range(len(spine)), *[-1] * (rows - 1 - len(spine))]
-    assert kept.tokens[0, : len(spine)].tolist() == [tokens[0, i - 1] for i in spine]
-    assert kept.scores[0, : len(spine)].tolist() == [-float(i) for i in spine]
-
-
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("variant", ["pruned", "fixed", "chain"])
 def test_propose_topology_and_walk_never_read_the_device(kind, variant):
@@ -108,8 +89,6 @@ def test_propose_topology_and_walk_never_read_the_device(kind, variant):
         block = draft_block(torch.zeros(4, dtype=torch.int64), torch.randn(4, 15, 16), torch.randn(4, 15, 200), 64)
         tree = prune(expand(head, block, config.widths(15)), config.budget, config.depth_bonus)
         shape = topology(tree.parents, max_depth=15)
-        chain = keep_spine(tree, shape, torch.zeros(4, dtype=torch.bool))
-        assert chain.parents.shape == tree.parents.shape
         chosen = torch.zeros(4, 65, dtype=torch.int64)
         accepted = walk(tree.tokens, tree.parents, shape, chosen, 15, torch.zeros(4, dtype=torch.int64))
         assert shape.ancestors.shape == (4, 65, 65) and accepted.path.shape == (4, 16)

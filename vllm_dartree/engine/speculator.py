@@ -79,7 +79,7 @@ class DartreeSpeculator(DFlashSpeculator):
     def _grow(self, num_reqs: int, block: DraftBlock) -> None:
         tree = prune(expand(self.head, block, self.widths), self.tree_config.budget, self.tree_config.depth_bonus)
         slots = self.sample_idx_mapping[: num_reqs * self.num_speculative_steps : self.num_speculative_steps]
-        self.draft_tokens[:num_reqs] = self.trees.write(slots, tree).tokens
+        self.draft_tokens[:num_reqs] = self.trees.write(slots, tree)
 
     @torch.inference_mode()
     def propose(

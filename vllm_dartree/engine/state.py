@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from vllm_dartree.tree import Accepted, DraftTree, Topology, keep_spine, topology
+from vllm_dartree.kernels import use_triton
+from vllm_dartree.kernels.plant import plant, plant_torch
+from vllm_dartree.tree import Accepted, DraftTree, Topology
 
 
 @dataclass
@@ -62,19 +64,16 @@ class TreeState:
         self.as_chain = torch.zeros(max_num_reqs + 1, dtype=torch.bool, device=device)
         self.step: TreeStep | None = None
 
-    def write(self, slots: Tensor, tree: DraftTree) -> DraftTree:
+    def write(self, slots: Tensor, tree: DraftTree) -> Tensor:
         """Stores the trees of the request slots ``slots`` (``[R]`` int64, -1 for padding).
 
         Returns:
-            The trees as they will be verified: those of the slots in ``as_chain`` are reduced to their spine.
+            Their tokens ``[R, B]``, as they will be verified: the trees of the slots in ``as_chain`` are reduced to
+            their spine.
         """
-        slots = slots.where(slots >= 0, self.parents.shape[0] - 1)
-        tree = keep_spine(tree, topology(tree.parents, self.max_depth), self.as_chain[slots])
-        shape = topology(tree.parents, self.max_depth)
-        self.parents[slots] = tree.parents
-        self.depths[slots] = shape.depths
-        self.ancestors[slots] = shape.ancestors
-        return tree
+        place = plant if use_triton(slots.device) else plant_torch
+        where = slots, self.as_chain, self.max_depth, self.parents, self.depths, self.ancestors
+        return place(tree.tokens, tree.parents, *where)
 
     def begin_step(self, input_batch: InputBatch, prefill_len: Tensor) -> TreeStep:
         """Reads the trees of a batch that has drafts, and moves its rows to their depth's positions in place.

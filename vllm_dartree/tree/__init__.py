@@ -16,7 +16,6 @@ from vllm_dartree.tree.accept import Accepted, walk
 from vllm_dartree.tree.config import TreeConfig, TreeConfigError
 from vllm_dartree.tree.head import Branches, CorrectionHead, DraftBlock, draft_block
 from vllm_dartree.tree.prune import DraftTree, prune
-from vllm_dartree.tree.spine import keep_spine
 from vllm_dartree.tree.supertree import Supertree, expand
 from vllm_dartree.tree.topology import Topology, topology
 
@@ -32,7 +31,6 @@ __all__ = [
     "TreeConfigError",
     "draft_block",
     "expand",
-    "keep_spine",
     "prune",
     "topology",
     "walk",

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from vllm_dartree.kernels import use_triton
+from vllm_dartree.kernels.accept_walk import accept_walk, accept_walk_torch
 from vllm_dartree.tree.topology import Topology
 
 
@@ -28,8 +29,7 @@ def walk(
     """Walks from the anchor as long as the target's token of a row is the token of one of its children.
 
     Every emitted token is the target's own choice after its true prefix, so the output is what the target alone
-    would have emitted. Instead of a loop over depths: a node is on the path exactly if it and all its ancestors carry
-    the token that the target chose at their parents; since siblings differ, there is at most one per depth.
+    would have emitted.
 
     Args:
         tokens: ``[R, B]`` int64, the drafted tokens.
@@ -39,18 +39,7 @@ def walk(
         max_depth: ``D``, an upper bound of the depth.
         num_nodes: ``[R]`` int64, nodes that were verified, if fewer than ``B``: the first ones of each request.
     """
-    num_requests, num_rows = parents.shape
-    rows = torch.arange(num_rows, device=parents.device)
-    usable = parents[:, 1:] >= 0
-    if num_nodes is not None:
-        usable &= rows[1:] <= num_nodes[:, None]
-    chosen_at_parent = target_tokens.gather(1, parents[:, 1:].clamp(min=0))
-    follows = torch.ones_like(parents, dtype=torch.bool)
-    follows[:, 1:] = usable & (tokens == chosen_at_parent)
-    on_path = (follows[:, None] | ~tree.ancestors).all(-1)  # [R, B + 1]
-    # Rows off the path are written to a last column that is cut off.
-    depth = tree.depths.where(on_path, max_depth + 1)
-    path = torch.full((num_requests, max_depth + 2), -1, dtype=torch.int64, device=parents.device)
-    path = path.scatter(1, depth, rows.expand(num_requests, -1))[:, :-1]
-    emitted = target_tokens.gather(1, path.clamp(min=0)).where(path >= 0, -1)
-    return Accepted(path, emitted, on_path.sum(-1) - 1)
+    if num_nodes is None:
+        num_nodes = parents.new_full((parents.shape[0],), parents.shape[1] - 1)
+    follow = accept_walk if use_triton(parents.device) else accept_walk_torch
+    return Accepted(*follow(tokens, parents, tree.ancestors, tree.depths, target_tokens, num_nodes, max_depth))

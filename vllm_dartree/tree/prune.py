@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from vllm_dartree.tree.head import best_first
+from vllm_dartree.kernels import use_triton
+from vllm_dartree.kernels.best_rows import best_rows, best_rows_torch
 from vllm_dartree.tree.supertree import Supertree
 
 
@@ -30,21 +30,7 @@ def prune(supertree: Supertree, budget: int, depth_bonus: float) -> DraftTree:
         budget: ``B >= 1``.
         depth_bonus: ``beta <= 0``; ``TreeConfig`` refuses others.
     """
-    num_requests, num_nodes = supertree.tokens.shape
-    keys = supertree.scores + depth_bonus * supertree.depths
-    kept = min(budget, num_nodes)
-    _, chosen = best_first(keys, kept)  # [R, kept] supertree indices
-    scores = supertree.scores.gather(1, chosen)
-    dead = scores == float("-inf")
-    # Row of every supertree node, shifted by one so that the anchor's index -1 finds row 0.
-    rows = torch.zeros(num_requests, num_nodes + 1, dtype=torch.int64, device=keys.device)
-    row_numbers = torch.arange(1, kept + 1, device=keys.device).expand(num_requests, -1)
-    rows.scatter_(1, chosen + 1, row_numbers)
-    parents = rows.gather(1, supertree.parents.gather(1, chosen) + 1).masked_fill(dead, -1)
-    tokens = supertree.tokens.gather(1, chosen).masked_fill(dead, 0)
-    spare = budget - kept
+    keep = best_rows if use_triton(supertree.scores.device) else best_rows_torch
     return DraftTree(
-        tokens=torch.nn.functional.pad(tokens, (0, spare)),
-        parents=torch.nn.functional.pad(torch.nn.functional.pad(parents, (1, 0)), (0, spare), value=-1),
-        scores=torch.nn.functional.pad(scores, (0, spare), value=float("-inf")),
+        *keep(supertree.tokens, supertree.parents, supertree.depths, supertree.scores, budget, depth_bonus)
     )

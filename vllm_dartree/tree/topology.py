@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
+
+from vllm_dartree.kernels.plant import topology_torch
 
 
 @dataclass
@@ -22,14 +23,5 @@ def topology(parents: Tensor, max_depth: int | None = None) -> Topology:
         parents: ``[R, B + 1]`` int64, as in ``DraftTree``; any prefix of its rows works as well.
         max_depth: an upper bound of the depth, to save steps; None takes the number of nodes.
     """
-    num_rows = parents.shape[1]
-    # After n steps `ancestors` holds those less than 2**n levels up, and `up` is the row 2**n levels up, or -1.
-    ancestors = torch.eye(num_rows, dtype=torch.bool, device=parents.device).expand(parents.shape[0], -1, -1)
-    up = parents.clone()
-    up[:, 0] = -1
-    for _ in range((max_depth or num_rows - 1).bit_length()):
-        above = up.clamp(min=0)
-        reaches = (up >= 0)[..., None]
-        ancestors = ancestors | (ancestors.gather(1, above[..., None].expand_as(ancestors)) & reaches)
-        up = up.gather(1, above).where(up >= 0, -1)
-    return Topology(depths=ancestors.sum(-1) - 1, ancestors=ancestors)
+    depths, ancestors = topology_torch(parents, max_depth or parents.shape[1] - 1)
+    return Topology(depths, ancestors)
