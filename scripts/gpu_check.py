@@ -156,8 +156,8 @@ def moves_as_its_twin(device: str, dtype: torch.dtype, num_requests: int, path: 
         source, destination = base + row, base + torch.arange(path, device=device)
         destination[0, -1] = -1
         expected, moved = cache.clone(), cache.clone()
-        move_slots_torch(expected, source, destination)
-        move_slots(moved, source, destination)
+        move_slots_torch([expected], source, destination)
+        move_slots([moved], source, destination)
         if not torch.equal(expected, moved):
             return False
     return True
@@ -318,7 +318,7 @@ def time_attention(report: Report) -> None:
         destination = source - 1
         report.time(
             f"move of 16 slots, {num_requests} requests, a layer",
-            milliseconds(lambda source=source, destination=destination: move_slots(cache, source, destination)),
+            milliseconds(lambda source=source, destination=destination: move_slots([cache], source, destination)),
         )
 
 

@@ -20,9 +20,10 @@ class _MovesByIndex(KVLayout):
     def attend(self, *args: object) -> None:
         raise AssertionError("nothing is verified here")
 
-    def move(self, kv_cache, source, destination) -> None:
+    def move(self, kv_caches, source, destination) -> None:
         moves = source >= 0
-        kv_cache[destination.where(moves, 0).flatten()] = kv_cache[source.where(moves, 0).flatten()]
+        for cache in kv_caches:
+            cache[destination.where(moves, 0).flatten()] = cache[source.where(moves, 0).flatten()]
 
 
 def _batch(num_drafts: list[int], prefill: int) -> SimpleNamespace:

@@ -9,7 +9,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from vllm_dartree.kernels import kv_move, tree_attention
+from vllm_dartree.kernels import accept_walk, best_rows, domino_step, kv_move, plant, tree_attention
 from vllm_dartree.tree import topology
 
 
@@ -71,11 +71,40 @@ def compile_all(
         soft_cap,
         num_splits,
     )
-    kv_move.move_slots(kv_cache, one[None].expand(1, 16), one[None].expand(1, 16))
+    kv_move.move_slots([kv_cache, kv_cache], one[None].expand(1, 16), one[None].expand(1, 16))
+
+
+def compile_tree_stage(dtype: torch.dtype, corrected: bool) -> None:
+    """At the sizes of Qwen3-8B's Domino head and the default tree."""
+    requests, branches, candidates, width, slots, size, emb, budget = 2, 12, 64, 12, 15, 1024, 512, 64
+    states = torch.zeros(requests, branches, 4 * size + emb, dtype=dtype)
+    ids, scores = torch.zeros(requests, candidates, dtype=torch.int64), torch.zeros(requests, branches)
+    domino_step.best_children(
+        torch.zeros(requests, slots, emb, dtype=dtype)[:, 3],
+        states[..., size : size + emb],
+        torch.zeros(70, emb, dtype=dtype),
+        ids,
+        torch.zeros(requests, candidates),
+        scores,
+        width,
+        corrected,
+    )
+    rows = torch.empty(requests, width, states.shape[-1], dtype=dtype)
+    domino_step.gru_step(torch.zeros(requests, width, 3 * size, dtype=dtype), states, ids[:, :width], rows[..., :size])
+    nodes = torch.zeros(requests, width * slots, dtype=torch.int64)
+    best_rows.best_rows(nodes, nodes, nodes[0], nodes.float(), budget, -0.2)
+    chain = topology((torch.arange(budget + 1) - 1).expand(requests, -1))
+    rows_of_nodes = torch.zeros(requests, budget + 1, dtype=torch.int64)
+    as_chain, tokens = torch.zeros(requests, dtype=torch.bool), torch.zeros(requests, budget, dtype=torch.int64)
+    planted = rows_of_nodes, chain.depths, chain.ancestors
+    plant.plant(tokens, rows_of_nodes, ids[:, 0], as_chain, slots, *planted)
+    accept_walk.accept_walk(
+        tokens, rows_of_nodes, chain.ancestors, chain.depths, rows_of_nodes, ids[:, 0].contiguous(), slots
+    )
 
 
 if __name__ == "__main__":
-    for module in (tree_attention, kv_move):
+    for module in (tree_attention, kv_move, domino_step, best_rows, plant, accept_walk):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             setattr(module, name, CompiledOnly(getattr(module, name)))
     for capability in map(int, sys.argv[1:]):
@@ -84,3 +113,6 @@ if __name__ == "__main__":
         compile_all(torch.float16, 80, 4, 4096, 30.0)
         compile_all(torch.bfloat16, 256, 1, 1024, None)
         compile_all(torch.float32, 64, 1, None, None)
+        compile_tree_stage(torch.bfloat16, True)
+        compile_tree_stage(torch.float32, True)
+        compile_tree_stage(torch.bfloat16, False)

@@ -18,5 +18,14 @@ def test_kernels_compile_and_fit_into_shared_memory(capability):
         [sys.executable, program, capability], env=environment, capture_output=True, text=True, timeout=300
     )
     assert finished.returncode == 0, finished.stderr
-    for kernel in ("_tree_attention_kernel", "_merge_splits_kernel", "_move_slots_kernel"):
+    for kernel in (
+        "_tree_attention_kernel",
+        "_merge_splits_kernel",
+        "_move_slots_kernel",
+        "_best_children_kernel",
+        "_gru_step_kernel",
+        "_best_rows_kernel",
+        "_plant_kernel",
+        "_accept_walk_kernel",
+    ):
         assert f"{kernel} sm_{capability}" in finished.stdout

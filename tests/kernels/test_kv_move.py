@@ -48,7 +48,7 @@ def moves(draw) -> tuple[Tensor, Tensor]:
 def test_all_slots_are_read_before_one_is_written(move, moves, content, slots_inside_heads):
     cache = numbered_cache(content, slots_inside_heads=slots_inside_heads)
     expected = moved_one_by_one(cache, *moves)
-    move(cache, *moves)
+    move([cache], *moves)
     assert torch.equal(cache, expected)
 
 
@@ -57,7 +57,7 @@ def test_a_flat_list_is_one_group(move):
     cache = numbered_cache()
     slots = torch.arange(20, 60)
     expected = moved_one_by_one(cache, slots, slots.roll(7))
-    move(cache, slots, slots.roll(7))
+    move([cache], slots, slots.roll(7))
     assert torch.equal(cache, expected)
 
 
@@ -67,7 +67,7 @@ def test_content_is_copied_to_the_bit(dtype):
     cache[2, :, 3] = float("nan")
     source, destination = torch.tensor([[35, 36, 37]]), torch.tensor([[34, 35, 36]])
     expected = moved_one_by_one(cache, source, destination)
-    move_slots(cache, source, destination)
+    move_slots([cache], source, destination)
     assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
 
 
@@ -75,11 +75,26 @@ def test_a_path_longer_than_a_tile_is_moved():
     cache = numbered_cache(content=160)
     source = torch.arange(BLOCK_SIZE, NUM_BLOCKS * BLOCK_SIZE)
     expected = moved_one_by_one(cache, source, source.flip(0))
-    move_slots(cache, source, source.flip(0))
+    move_slots([cache], source, source.flip(0))
     assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize("move", [move_slots, move_slots_torch])
+@given(moves=moves())
+def test_all_layers_of_a_group_move_at_once(move, moves):
+    caches = [numbered_cache() + 1e5 * layer for layer in range(3)]
+    expected = [moved_one_by_one(cache, *moves) for cache in caches]
+    move(caches, *moves)
+    assert all(torch.equal(*pair) for pair in zip(caches, expected, strict=True))
 
 
 def test_a_cache_with_scattered_heads_is_refused():
     cache = numbered_cache().transpose(2, 3)
     with pytest.raises(ValueError, match="contiguous"):
-        move_slots(cache, torch.tensor([20]), torch.tensor([21]))
+        move_slots([cache], torch.tensor([20]), torch.tensor([21]))
+
+
+def test_caches_that_differ_are_refused():
+    caches = [numbered_cache(), numbered_cache(slots_inside_heads=False)]
+    with pytest.raises(ValueError, match="must be alike"):
+        move_slots(caches, torch.tensor([20]), torch.tensor([21]))

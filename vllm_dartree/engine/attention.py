@@ -117,7 +117,8 @@ def tree_backend(base: type[AttentionBackend], state: TreeState) -> type[Attenti
             block_size = self.kv_cache_spec.block_size
             if state.step is not None:
                 metadata.verify_rows = _rows_of_trees(state.step, common_attn_metadata, block_size)
-            if self.graph_rows is not None:
+            # A batch with a longer query never replays a graph of the tree.
+            if self.graph_rows is not None and common_attn_metadata.max_query_len <= state.budget + 1:
                 self.graph_rows.fill(
                     metadata.verify_rows or _rows_of_chains(state.budget + 1, common_attn_metadata, block_size)
                 )

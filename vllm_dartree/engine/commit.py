@@ -44,18 +44,18 @@ def commit_rows(
     old = step.tokens[first + path.clamp(min=0)]  # [R, D + 1]
     # Row d exists wherever the path reaches depth d; the other pairs are skipped.
     new = step.tokens[(first + depths).clamp(max=step.tokens.shape[0] - 1)]
-    moves: dict[int, tuple[Tensor, Tensor]] = {}  # by KV group: its layers share one slot mapping
+    groups: dict[tuple, list[CachedLayer]] = {}
     for layer in layers:
-        slots = slot_mappings[layer.name]
-        if id(slots) not in moves:
-            moves[id(slots)] = (slots[old].where(path >= 0, -1), slots[new])
-        layer.layout.move(layer.attention.kv_cache, *moves[id(slots)])
+        cache = layer.attention.kv_cache
+        # Layers of one KV group share their slot mapping.
+        groups.setdefault((id(slot_mappings[layer.name]), cache.stride(), cache.dtype), []).append(layer)
+    for group in groups.values():
+        slots = slot_mappings[group[0].name]
+        caches = [layer.attention.kv_cache for layer in group]
+        group[0].layout.move(caches, slots[old].where(path >= 0, -1), slots[new])
     positions[step.tokens] = step.roots[step.requests] + step.rows
     if aux_hidden_states is None:
         return None
-    committed, source = [], step.tokens[step.in_path_order()]
-    for hidden in aux_hidden_states:
-        moved = hidden.clone()
-        moved[step.tokens] = hidden[source]
-        committed.append(moved)
-    return committed
+    source = torch.arange(aux_hidden_states[0].shape[0], device=path.device)
+    source[step.tokens] = step.tokens[step.in_path_order()]
+    return [hidden[source] for hidden in aux_hidden_states]

@@ -2,6 +2,7 @@
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,8 +46,10 @@ class KVLayout(ABC):
         """Writes the attention of the verify rows into ``out`` (``[num_tokens, num_heads, D]``, as ``query``)."""
 
     @abstractmethod
-    def move(self, kv_cache: Tensor, source: Tensor, destination: Tensor) -> None:
+    def move(self, kv_caches: Sequence[Tensor], source: Tensor, destination: Tensor) -> None:
         """Copies slots ``source`` to slots ``destination`` (int64), reading all of a group before writing one.
+
+        In the caches of all layers of a KV group, which have this layout.
 
         Both are ``[G, P]``, ``P`` slots of each of ``G`` requests, or ``[P]``. A pair with a negative slot is skipped.
         """
@@ -122,15 +125,16 @@ class PackedCPULayout(KVLayout):
         )
         out[tokens[exists]] = attended[exists]
 
-    def move(self, kv_cache: Tensor, source: Tensor, destination: Tensor) -> None:
+    def move(self, kv_caches: Sequence[Tensor], source: Tensor, destination: Tensor) -> None:
         source, destination = source.flatten(), destination.flatten()
         # A skipped pair copies slot 0, which lies in vLLM's null block, onto itself.
         moves = (source >= 0) & (destination >= 0)
         source, destination = source.where(moves, 0), destination.where(moves, 0)
-        block_size = kv_cache.shape[2]
-        for tiles, places in zip(*self._packed(kv_cache), strict=True):
-            read = tiles[source[:, None] // block_size, :, places[source % block_size]]  # [N, D, kv_heads]
-            tiles[destination[:, None] // block_size, :, places[destination % block_size]] = read
+        for kv_cache in kv_caches:
+            block_size = kv_cache.shape[2]
+            for tiles, places in zip(*self._packed(kv_cache), strict=True):
+                read = tiles[source[:, None] // block_size, :, places[source % block_size]]  # [N, D, kv_heads]
+                tiles[destination[:, None] // block_size, :, places[destination % block_size]] = read
 
 
 class PagedLayout(KVLayout):
@@ -175,5 +179,5 @@ class PagedLayout(KVLayout):
             soft_cap,
         )
 
-    def move(self, kv_cache: Tensor, source: Tensor, destination: Tensor) -> None:
-        self._move(kv_cache, source, destination)
+    def move(self, kv_caches: Sequence[Tensor], source: Tensor, destination: Tensor) -> None:
+        self._move(kv_caches, source, destination)
