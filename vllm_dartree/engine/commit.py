@@ -1,13 +1,18 @@
 """Commit: keys, values and drafter features of the accepted path become contiguous behind the context."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from vllm.model_executor.layers.attention import Attention
 
 from vllm_dartree.engine.kv_layout import KVLayout
 from vllm_dartree.engine.state import TreeStep
+
+if TYPE_CHECKING:  # so that the benchmark of a round runs without vLLM
+    from vllm.model_executor.layers.attention import Attention
 
 
 @dataclass

@@ -1,14 +1,19 @@
 """The trees on the device: what propose writes, and what the next step's verify, accept and commit read."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_dartree.kernels import use_triton
 from vllm_dartree.kernels.plant import plant, plant_torch
 from vllm_dartree.tree import Accepted, DraftTree, Topology
+
+if TYPE_CHECKING:  # so that the benchmark of a round runs without vLLM
+    from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
 @dataclass
