@@ -487,3 +487,72 @@ def test_registering_twice_changes_nothing():
         SamplingParams._validate_spec_decode,
         VllmConfig.num_lookahead_tokens,
     )
+
+
+# --- Sizes of CUDA graphs ---------------------------------------------------------------------------------------------
+
+
+def graph_sizes(speculative=None, max_num_seqs=64, **compilation):
+    """A finished config, its sizes set as on a GPU: CPUs have no graphs."""
+    from vllm.config.compilation import CUDAGraphMode
+
+    config = engine_args(speculative, max_num_seqs=max_num_seqs, max_num_batched_tokens=8192).create_engine_config()
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    config.compilation_config.cudagraph_capture_sizes = compilation.get("sizes")
+    config.compilation_config.max_cudagraph_capture_size = compilation.get("largest")
+    config._set_cudagraph_sizes()
+    return config
+
+
+def graph_requests(config, rows: int) -> dict[int, int]:
+    """By number of requests of ``rows`` tokens, the requests of the graph that vLLM's own manager replays for them."""
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, _is_compatible
+
+    manager = object.__new__(CudaGraphManager)
+    manager.vllm_config, manager.compilation_config = config, config.compilation_config
+    manager.cudagraph_mode = config.compilation_config.cudagraph_mode.FULL_DECODE_ONLY
+    manager.decode_query_len, manager.varlen_decode, manager.ubatch_runner = rows, False, None
+    manager.max_num_reqs, manager.lora_capture_cases = config.scheduler_config.max_num_seqs, [0]
+    manager._candidates, manager._capture_descs = {}, {}
+    manager._init_candidates()
+    chosen = {}
+    for requests in range(1, manager.max_num_reqs + 1):
+        for graph in manager._candidates.get((requests * rows, 0), []):
+            if _is_compatible(graph, requests, requests * rows, rows, 0, rows, 1):
+                chosen[requests] = graph.num_reqs
+                break
+    return chosen
+
+
+@pytest.mark.parametrize("budget", [8, 64])
+def test_graphs_cover_trees_and_pad_neither_them_nor_the_drafter(budget):
+    from vllm_dartree.config import MAX_GRAPH_TOKENS
+
+    config = graph_sizes({"num_speculative_tokens": budget})
+    covered = min(64, MAX_GRAPH_TOKENS // (budget + 1))
+    for rows in (budget + 1, config.speculative_config.drafter.num_query_rows):
+        chosen = graph_requests(config, rows)
+        assert set(range(1, covered + 1)).issubset(chosen)
+        assert all(graph <= max(requests + 1, 1.125 * requests) for requests, graph in chosen.items())
+    assert len(config.compilation_config.cudagraph_capture_sizes) < 130
+
+
+def test_sizes_follow_the_budgets_of_a_schedule():
+    schedule = [[1, 8, 64], [9, 64, 16]]
+    config = graph_sizes({"num_speculative_tokens": 64, "num_speculative_tokens_per_batch_size": schedule})
+    sizes = config.compilation_config.cudagraph_capture_sizes
+    assert 8 * 65 in sizes and 9 * 65 not in sizes
+    assert 64 * 17 in sizes and max(sizes) < 65 * 20
+
+
+def test_sizes_that_a_user_gives_are_left_alone():
+    assert graph_sizes(sizes=[65, 130]).compilation_config.cudagraph_capture_sizes == [65, 130]
+    assert max(graph_sizes(largest=256).compilation_config.cudagraph_capture_sizes) <= 256
+
+
+def test_other_methods_keep_vllms_sizes():
+    from vllm_dartree.config import request_counts
+
+    native = graph_sizes({"method": "dflash", "num_speculative_tokens": 15})
+    assert max(native.compilation_config.cudagraph_capture_sizes) <= 512
+    assert request_counts(20) == [*range(1, 17), 18, 20]

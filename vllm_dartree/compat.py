@@ -153,7 +153,17 @@ SEAMS = (
     Seam("vllm.config", "VllmConfig._get_v2_model_runner_unsupported_features", ()),
     Seam("vllm.config", "get_layers_from_vllm_config", ("vllm_config", "layer_type")),
     Seam("vllm.config.compilation", "CUDAGraphMode.has_full_cudagraphs", (), closed=True),
-    Seam("vllm.config", "CompilationConfig", members=("cudagraph_mode",)),
+    Seam("vllm.config", "VllmConfig._set_cudagraph_sizes", (), closed=True),
+    Seam(
+        "vllm.config",
+        "CompilationConfig",
+        members=("cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size"),
+    ),
+    Seam(
+        "vllm.v1.spec_decode.dynamic.utils",
+        "build_dynamic_sd_schedule_lookup",
+        ("num_speculative_tokens_per_batch_size", "vllm_max_batch_size", "vllm_num_speculative_tokens"),
+    ),
     Seam("vllm.config", "SchedulerConfig", members=("max_num_seqs",)),
     Seam("vllm.sampling_params", "SamplingParams._validate_spec_decode", ("speculative_config",), closed=True),
     Seam(

@@ -14,7 +14,14 @@ def register() -> None:
 
     On a vLLM that lacks a seam vLLM itself still starts; whoever asks for the method is told then (``compat``).
     """
-    for teach in (_accept_the_method, _check_the_finished_config, _reserve_the_block, _allow_row_local, _add_the_model):
+    for teach in (
+        _accept_the_method,
+        _check_the_finished_config,
+        _reserve_the_block,
+        _choose_the_graphs,
+        _allow_row_local,
+        _add_the_model,
+    ):
         try:
             teach()
         except (ImportError, AttributeError) as error:
@@ -88,6 +95,26 @@ def _reserve_the_block() -> None:
 
     num_lookahead_tokens.dartree = True
     VllmConfig.num_lookahead_tokens = property(num_lookahead_tokens)
+
+
+def _choose_the_graphs() -> None:
+    """vLLM's own sizes of CUDA graphs end at 512 tokens, which are seven requests of 65 rows."""
+    from vllm.config import VllmConfig
+
+    def make(native: Callable) -> Callable:
+        def _set_cudagraph_sizes(self: VllmConfig) -> None:
+            compilation = self.compilation_config
+            is_given = (compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size) != (None, None)
+            native(self)
+            if _is_dartree(self.speculative_config) and not is_given and compilation.cudagraph_capture_sizes:
+                from vllm_dartree import config
+
+                config.add_graph_sizes(self)
+                native(self)  # which drops and checks as it does with sizes that a user gives
+
+        return _set_cudagraph_sizes
+
+    _wrap(VllmConfig, "_set_cudagraph_sizes", make)
 
 
 def _allow_row_local() -> None:
