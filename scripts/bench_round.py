@@ -1,9 +1,9 @@
 """What a round spends on trees: launches, bytes and time of every stage, against the floor and the sequential heap.
 
-Random weights at the sizes of Qwen3-8B's Domino drafter; the target's and the drafter's own forward are not in it. On a
-GPU times come from CUDA events and the fused stages also run as a CUDA graph; on a CPU they are wall clock, of the eager
-stages alone, and the launches of the fused ones are counted with kernels that do nothing. Repeats of what is compared
-are interleaved, and the fastest of each is taken: on a shared machine the others measure its neighbours.
+Random weights at the sizes of Qwen3-8B's Domino drafter; the target's and the drafter's own forward are not in it. On
+a GPU times come from CUDA events and the fused stages also run as a CUDA graph; on a CPU they are wall clock, of the
+eager stages alone, and the launches of the fused ones are counted with kernels that do nothing. Repeats of what is
+compared are interleaved, and the fastest of each is taken: on a shared machine the others measure its neighbours.
 """
 
 import argparse
@@ -20,7 +20,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is not installed
@@ -32,11 +31,20 @@ from vllm_dartree.engine.commit import CachedLayer, commit_rows
 from vllm_dartree.engine.kv_layout import PagedLayout
 from vllm_dartree.engine.state import TreeState
 from vllm_dartree.heads import DominoHead
-from vllm_dartree.kernels import KERNELS_VARIABLE, accept_walk, best_rows, domino_step, kv_move, plant, use_triton
+from vllm_dartree.kernels import (
+    KERNELS_VARIABLE,
+    accept_walk,
+    best_rows,
+    domino_step,
+    kv_move,
+    plant,
+    use_triton,
+    verify_rows,
+)
 from vllm_dartree.tree import DraftBlock, TreeConfig, draft_block, expand, prune, walk
 from vllm_dartree.tree.oracles import sequential_heap
 
-KERNEL_MODULES = (accept_walk, best_rows, domino_step, kv_move, plant)
+KERNEL_MODULES = (accept_walk, best_rows, domino_step, kv_move, plant, verify_rows)
 BLOCK_SIZE = 16
 
 
@@ -231,7 +239,7 @@ def count_launches(round_: Round, kernels: str) -> dict[str, int]:
             with counted_launches() as launches:
                 stage()
             counts[name] = launches.count
-    for name, stage in round_.stages.items():
+    for stage in round_.stages.values():
         for layer in round_.layers:
             layer.layout = PagedLayout(use_triton(round_.hidden.device))
         stage()

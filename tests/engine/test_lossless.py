@@ -87,7 +87,7 @@ def test_a_gru_with_biases(prompts, drafter_with):
     index.write_text(json.dumps(content))
     expected = tokens(run(engine(), prompts[:2], GREEDY))
     trees = engine(dartree(model=str(folder)))
-    assert runner(trees).speculator.head.biases[0] is not None
+    assert runner(trees).speculator.head.input_bias is not None
     with counted(trees) as drafts:
         assert tokens(run(trees, prompts[:2], GREEDY)) == expected
     assert drafts.accepted > 0

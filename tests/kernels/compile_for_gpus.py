@@ -9,7 +9,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from vllm_dartree.kernels import accept_walk, best_rows, domino_step, kv_move, plant, tree_attention
+from vllm_dartree.kernels import accept_walk, best_rows, domino_step, kv_move, plant, tree_attention, verify_rows
 from vllm_dartree.tree import topology
 
 
@@ -101,10 +101,14 @@ def compile_tree_stage(dtype: torch.dtype, corrected: bool) -> None:
     accept_walk.accept_walk(
         tokens, rows_of_nodes, chain.ancestors, chain.depths, rows_of_nodes, ids[:, 0].contiguous(), slots
     )
+    flat = torch.zeros(requests * (budget + 1), dtype=torch.int64)
+    bounds = torch.arange(requests + 1) * (budget + 1)
+    verify_rows.begin_rows(flat, flat, bounds, flat[:requests].int(), flat[:requests].int(), *planted)
+    verify_rows.path_tokens(rows_of_nodes[:, : slots + 1].contiguous(), flat, bounds, flat[:requests], flat, len(flat))
 
 
 if __name__ == "__main__":
-    for module in (tree_attention, kv_move, domino_step, best_rows, plant, accept_walk):
+    for module in (tree_attention, kv_move, domino_step, best_rows, plant, accept_walk, verify_rows):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             setattr(module, name, CompiledOnly(getattr(module, name)))
     for capability in map(int, sys.argv[1:]):

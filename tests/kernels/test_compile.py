@@ -27,5 +27,7 @@ def test_kernels_compile_and_fit_into_shared_memory(capability):
         "_best_rows_kernel",
         "_plant_kernel",
         "_accept_walk_kernel",
+        "_begin_rows_kernel",
+        "_path_tokens_kernel",
     ):
         assert f"{kernel} sm_{capability}" in finished.stdout

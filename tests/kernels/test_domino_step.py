@@ -1,4 +1,4 @@
-"""One depth of the expansion: the kernels against their twins, and the expansion with the kernels against that without."""
+"""One depth of the expansion: the kernels against their twins, the expansion with kernels against that without."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Prune, plant and walk: each kernel against its twin, on trees that hypothesis draws."""
+"""Prune, plant, walk and the rows of a step: each kernel against its twin, on trees that hypothesis draws."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from vllm_dartree.kernels.accept_walk import accept_walk, accept_walk_torch
 from vllm_dartree.kernels.best_rows import best_rows, best_rows_torch
 from vllm_dartree.kernels.plant import plant, plant_torch, topology_torch
+from vllm_dartree.kernels.verify_rows import Rows, begin_rows, begin_rows_torch, path_tokens, path_tokens_torch
 
 SEEDS = st.integers(0, 2**31)
 
@@ -74,7 +75,8 @@ def test_planting_equals_the_twin_and_leaves_other_slots_alone(forest, chains):
     for of_kernel, of_twin in zip(*states, strict=True):
         assert torch.equal(of_kernel, of_twin)
     others = torch.ones(6, dtype=torch.bool).index_fill(0, slots, False)
-    assert all(torch.equal(now[others], then[others]) for now, then in zip(states[0], empty_state(6, rows), strict=True))
+    for now, then in zip(states[0], empty_state(6, rows), strict=True):
+        assert torch.equal(now[others], then[others])
     depths, ancestors = topology_torch(states[0][0][slots], rows - 1)
     assert torch.equal(depths, states[0][1][slots])
     assert torch.equal(ancestors, states[0][2][slots])
@@ -102,7 +104,8 @@ def test_the_spine_follows_the_first_child(place, forest):
 def test_padding_is_planted_where_nobody_looks(place):
     state = empty_state(3, 4)
     parents = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]])
-    place(torch.ones(2, 3, dtype=torch.int64), parents, torch.tensor([0, -1]), torch.zeros(3, dtype=torch.bool), 3, *state)
+    tokens, as_chain = torch.ones(2, 3, dtype=torch.int64), torch.zeros(3, dtype=torch.bool)
+    place(tokens, parents, torch.tensor([0, -1]), as_chain, 3, *state)
     assert state[0].tolist() == [[0, 0, 1, 1], [77] * 4, [0, 0, 0, 0]]
     assert state[2][1].all()
 
@@ -134,3 +137,61 @@ def test_the_kernels_hold_at_the_default_sizes():
     for place, state in zip((plant, plant_torch), states, strict=True):
         place(tokens, parents, torch.tensor([0, 1]), as_chain, 15, *state)
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
+@st.composite
+def steps(draw):
+    """Trees by slot and the rows of a step: some cut, some behind the rest of a prompt, some in their prefill."""
+    _, parents = draw(forests(max_rows=20))
+    requests, max_rows = parents.shape
+    num_rows = [draw(st.integers(1, max_rows)) for _ in range(requests)]
+    gaps = [draw(st.integers(0, 3)) for _ in range(requests)]
+    tokens, end = [], 0
+    for rows, gap in zip(num_rows, gaps, strict=True):
+        tokens += range(end + gap, end + gap + rows)
+        end += gap + rows
+    bounds = torch.tensor([0, *torch.tensor(num_rows).cumsum(0).tolist()])
+    starts = [draw(st.integers(0, 50)) for _ in range(requests)]
+    positions = torch.cat([start + torch.arange(g + n) for start, g, n in zip(starts, gaps, num_rows, strict=True)])
+    prefill_len = torch.tensor([draw(st.sampled_from([0, 30, 99])) for _ in range(6)], dtype=torch.int32)
+    slots = torch.tensor([4, 0, 2], dtype=torch.int32)[:requests]
+    return parents, torch.tensor(tokens), bounds, slots, prefill_len, positions
+
+
+@settings(max_examples=60)
+@given(steps(), SEEDS)
+def test_rows_begin_and_end_a_step_as_the_twins_say(step, seed):
+    parents, tokens, bounds, slots, prefill_len, sequential = step
+    requests, max_rows = parents.shape
+    depths, ancestors = topology_torch(parents, max_rows - 1)
+    state = empty_state(6, max_rows)
+    for everywhere, here in zip(state, (parents, depths, ancestors), strict=True):
+        everywhere[slots.long()] = here
+    moved = sequential.clone(), sequential.clone()
+    actual, expected = (
+        begin(positions, tokens, bounds, slots, prefill_len, *state)
+        for begin, positions in zip((begin_rows, begin_rows_torch), moved, strict=True)
+    )
+    for name, of_kernel, of_twin in zip(Rows._fields, actual, expected, strict=True):
+        assert torch.equal(of_kernel, of_twin), name
+    assert torch.equal(*moved)
+    # Some rows of a request in ascending order, its first among them, as a path has them.
+    draws = torch.rand(requests, max_rows, generator=torch.Generator().manual_seed(seed))
+    draws[:, 0] = 1
+    picked = (draws > 0.5) & (torch.arange(max_rows) <= expected.num_nodes[:, None])
+    path = torch.arange(max_rows).where(picked, max_rows).sort(1).values
+    path = path.where(path < max_rows, -1)[:, : max(1, max_rows // 2)].contiguous()
+    found = [
+        locate(path, tokens, bounds, expected.roots, positions, len(sequential))
+        for locate, positions in zip((path_tokens, path_tokens_torch), moved, strict=True)
+    ]
+    for of_kernel, of_twin in zip(*found, strict=True):
+        assert torch.equal(of_kernel, of_twin)
+    assert torch.equal(moved[0], sequential)
+    assert torch.equal(moved[1], sequential)
+    order = list(range(len(sequential)))
+    for first, rows in zip(bounds[:-1].tolist(), path.tolist(), strict=True):
+        for depth, row in enumerate(rows):
+            if row >= 0:
+                order[tokens[first + depth]] = int(tokens[first + row])
+    assert found[0][2].tolist() == order

@@ -81,7 +81,7 @@ def test_a_gru_with_biases_loads(target, copy):
             {"prefix_gru.bias_ih_l0": torch.ones(384), "prefix_gru.bias_hh_l0": torch.ones(384)}
         ),
     )
-    assert load_drafter(str(copy), target).head.biases[0] is not None
+    assert load_drafter(str(copy), target).head.input_bias is not None
 
 
 def test_what_is_neither_here_nor_on_the_hub_is_one_clear_error(target):

@@ -33,10 +33,9 @@ def _block_table(metadata: CommonAttentionMetadata, block_size: int) -> Tensor:
 
 
 def _rows_of_trees(step: TreeStep, metadata: CommonAttentionMetadata, block_size: int) -> VerifyRows:
-    num_verified = step.first_rows.new_full((1,), step.tokens.shape[0])
     return VerifyRows(
         first_tokens=step.tokens[step.first_rows],
-        num_rows=step.first_rows.diff(append=num_verified),
+        num_rows=step.bounds.diff(),
         roots=step.roots,
         ancestors=step.topology.ancestors,
         depths=step.topology.depths,

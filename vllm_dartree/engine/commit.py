@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from vllm_dartree.engine.kv_layout import KVLayout
 from vllm_dartree.engine.state import TreeStep
+from vllm_dartree.kernels import use_triton
+from vllm_dartree.kernels.verify_rows import path_tokens, path_tokens_torch
 
 if TYPE_CHECKING:  # so that the benchmark of a round runs without vLLM
     from vllm.model_executor.layers.attention import Attention
@@ -43,12 +44,10 @@ def commit_rows(
     Returns:
         ``aux_hidden_states`` in the order of the chain.
     """
-    path = step.accepted.path  # [R, D + 1]
-    depths = torch.arange(path.shape[1], device=path.device)
-    first = step.first_rows[:, None]
-    old = step.tokens[first + path.clamp(min=0)]  # [R, D + 1]
-    # Row d exists wherever the path reaches depth d; the other pairs are skipped.
-    new = step.tokens[(first + depths).clamp(max=step.tokens.shape[0] - 1)]
+    num_tokens = (positions if aux_hidden_states is None else aux_hidden_states[0]).shape[0]
+    locate = path_tokens if use_triton(positions.device) else path_tokens_torch
+    where = step.tokens, step.bounds, step.roots, positions
+    source, destination, order = locate(step.accepted.path, *where, num_tokens)
     groups: dict[tuple, list[CachedLayer]] = {}
     for layer in layers:
         cache = layer.attention.kv_cache
@@ -57,10 +56,5 @@ def commit_rows(
     for group in groups.values():
         slots = slot_mappings[group[0].name]
         caches = [layer.attention.kv_cache for layer in group]
-        group[0].layout.move(caches, slots[old].where(path >= 0, -1), slots[new])
-    positions[step.tokens] = step.roots[step.requests] + step.rows
-    if aux_hidden_states is None:
-        return None
-    source = torch.arange(aux_hidden_states[0].shape[0], device=path.device)
-    source[step.tokens] = step.tokens[step.in_path_order()]
-    return [hidden[source] for hidden in aux_hidden_states]
+        group[0].layout.move(caches, slots[source].where(source >= 0, -1), slots[destination])
+    return None if aux_hidden_states is None else [hidden[order] for hidden in aux_hidden_states]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vllm_dartree.kernels import use_triton
 from vllm_dartree.kernels.plant import plant, plant_torch
+from vllm_dartree.kernels.verify_rows import begin_rows, begin_rows_torch
 from vllm_dartree.tree import Accepted, DraftTree, Topology
 
 if TYPE_CHECKING:  # so that the benchmark of a round runs without vLLM
@@ -26,7 +27,7 @@ class TreeStep:
     tokens: Tensor  # [N] int64, index of each row in the flat batch
     requests: Tensor  # [N] int64, its request's place in the batch
     rows: Tensor  # [N] int64, its row within the request
-    first_rows: Tensor  # [R] int64, where each request's rows start among the N
+    bounds: Tensor  # [R + 1] int64, where each request's rows start among the N, and N
     roots: Tensor  # [R] int64, position of the anchor
     num_nodes: Tensor  # [R] int64, nodes that can be walked; 0 while the request is in its prefill
     parents: Tensor  # [R, B + 1] int64
@@ -34,18 +35,44 @@ class TreeStep:
     verify_only: bool  # whether the flat batch holds nothing but verify rows
     accepted: Accepted | None = None  # set by the sampler
 
+    @property
+    def first_rows(self) -> Tensor:
+        """``[R]`` int64."""
+        return self.bounds[:-1]
+
     def padded(self, values: Tensor) -> Tensor:
         """``[N, ...]`` values of the rows as ``[R, B + 1, ...]``, zero where a request has no such row."""
         padded = values.new_zeros(*self.parents.shape, *values.shape[1:])
         padded[self.requests, self.rows] = values
         return padded
 
-    def in_path_order(self) -> Tensor:
-        """``[N]`` int64: for row ``d`` of a request, which row was accepted at depth ``d``; itself past the path."""
-        path = self.accepted.path
-        row = path[self.requests, self.rows.clamp(max=path.shape[1] - 1)]
-        row = row.where((row >= 0) & (self.rows < path.shape[1]), self.rows)
-        return self.first_rows[self.requests] + row
+    def part(self, requests: slice, rows: slice) -> TreeStep:
+        """The step of some of the requests, whose verify rows are ``rows`` of this one's."""
+        if rows.start == 0 and rows.stop == self.tokens.shape[0]:
+            return self
+        return replace(
+            self,
+            tokens=self.tokens[rows],
+            requests=self.requests[rows] - requests.start,
+            rows=self.rows[rows],
+            bounds=self.bounds[requests.start : requests.stop + 1] - rows.start,
+            roots=self.roots[requests],
+            num_nodes=self.num_nodes[requests],
+            parents=self.parents[requests],
+            topology=Topology(self.topology.depths[requests], self.topology.ancestors[requests]),
+        )
+
+    def path_rows(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Of each request as many rows as it has, but no more than a path can have: ``num_rows`` together.
+
+        Returns:
+            The request and the depth of each row, both ``[num_rows]`` int64.
+        """
+        counts = self.bounds.diff().clamp(max=self.accepted.path.shape[1])
+        places = torch.arange(counts.shape[0], device=counts.device)
+        requests = torch.repeat_interleave(places, counts, output_size=num_rows)
+        depths = torch.arange(num_rows, device=counts.device) - (counts.cumsum(0) - counts)[requests]
+        return requests, depths
 
 
 class TreeState:
@@ -88,27 +115,22 @@ class TreeState:
                 the forward, a graph's replay included, reads.
             prefill_len: ``[max_num_reqs]``; the drafts of a request whose anchor lies below it are placeholders.
         """
-        num_reqs, cumulative = input_batch.num_reqs, input_batch.cu_num_logits.long()
-        tokens, rows = input_batch.logits_indices.long(), input_batch.expanded_local_pos.long()
-        num_rows = cumulative.diff()
-        requests = torch.repeat_interleave(
-            torch.arange(num_reqs, device=tokens.device), num_rows, output_size=tokens.shape[0]
+        tokens, bounds = input_batch.logits_indices.long(), input_batch.cu_num_logits.long()
+        begin = begin_rows if use_triton(tokens.device) else begin_rows_torch
+        trees = self.parents, self.depths, self.ancestors
+        *rows, depths, ancestors = begin(
+            input_batch.positions, tokens, bounds, input_batch.idx_mapping, prefill_len, *trees
         )
-        slots = input_batch.idx_mapping
-        roots = input_batch.positions[tokens[cumulative[:-1]]]
-        num_nodes = (num_rows - 1).where(roots >= prefill_len[slots], 0)
+        requests, rows, roots, num_nodes, parents = rows
         self.step = TreeStep(
             tokens=tokens,
             requests=requests,
             rows=rows,
-            first_rows=cumulative[:-1],
+            bounds=bounds,
             roots=roots,
             num_nodes=num_nodes,
-            parents=self.parents[slots],
-            topology=Topology(self.depths[slots], self.ancestors[slots]),
+            parents=parents,
+            topology=Topology(depths, ancestors),
             verify_only=input_batch.num_tokens == tokens.shape[0],
         )
-        sequential = roots[requests] + rows
-        by_depth = roots[requests] + self.step.topology.depths[requests, rows]
-        input_batch.positions[tokens] = by_depth.where(rows <= num_nodes[requests], sequential)
         return self.step

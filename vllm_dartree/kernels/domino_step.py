@@ -43,7 +43,7 @@ def best_children(
         corrected: whether the head has a say in this slot.
 
     Returns:
-        Of the children, best first, ``[R, width]`` each: score, branch of the parent, index among the candidates, token.
+        Of the children, best first, ``[R, width]`` each: score, branch of the parent, index among candidates, token.
     """
     num_requests, num_branches, emb_dim = projected.shape
     num_candidates = candidates.shape[1]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from vllm_dartree.heads import MarginalHead
 from vllm_dartree.tree import CorrectionHead, DraftBlock, DraftTree, TreeConfig, draft_block, expand, prune
-from vllm_dartree.tree.oracles import chain_marginals, ddtree, marginal_heap, sequential_heap
 from vllm_dartree.tree.head import corrected_log_probs
+from vllm_dartree.tree.oracles import chain_marginals, ddtree, marginal_heap, sequential_heap
 
 
 @dataclass

@@ -66,9 +66,7 @@ class CorrectionHead(ABC):
     def advance(self, prepared: Any, slot: int, state: Tensor, choice: Tensor) -> Tensor:
         """The states after each branch took candidate ``choice`` (``[R, F]`` int64, an index among ``K``)."""
 
-    def grow(
-        self, prepared: Any, block: DraftBlock, slot: int, state: Tensor, scores: Tensor, width: int
-    ) -> Branches:
+    def grow(self, prepared: Any, block: DraftBlock, slot: int, state: Tensor, scores: Tensor, width: int) -> Branches:
         """The ``width`` best children of the branches, whose log-probabilities are ``scores`` (``[R, F]``)."""
         log_probs = corrected_log_probs(self, prepared, block, slot, state)
         num_candidates = block.candidates.shape[-1]
