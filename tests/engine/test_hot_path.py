@@ -1,15 +1,22 @@
-"""The engine's part of a round under ``FakeTensorMode``, where any host read and any shape from a value raises."""
+"""A round's own work: under ``FakeTensorMode``, where any host read and any shape from a value raises; with poison in
+what pads a graph; and again and again, without memory that grows."""
 
+import gc
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
+from drafts import HEADS, random_head
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from vllm_dartree.engine import sampler as sampler_module
+from vllm_dartree.engine.attention import _GraphRows, _rows_of_chains, _rows_of_trees
 from vllm_dartree.engine.commit import CachedLayer, commit_rows
-from vllm_dartree.engine.kv_layout import KVLayout
+from vllm_dartree.engine.kv_layout import KVLayout, PagedLayout
+from vllm_dartree.engine.sampler import TreeSampler
 from vllm_dartree.engine.state import TreeState
-from vllm_dartree.tree import DraftTree, walk
+from vllm_dartree.tree import DraftTree, TreeConfig, draft_block, expand, prune, walk
 
 REQUESTS, BUDGET, DEPTH = 4, 16, 7
 
@@ -31,15 +38,151 @@ def _batch(num_drafts: list[int], prefill: int) -> SimpleNamespace:
     rows = np.array(num_drafts) + 1
     scheduled = rows + np.array([prefill, *[0] * (len(rows) - 1)])
     ends = np.cumsum(scheduled)
+    bounds = np.array([0, *np.cumsum(rows)])
     return SimpleNamespace(
         num_reqs=len(rows),
         num_tokens=int(ends[-1]),
-        cu_num_logits=torch.tensor([0, *np.cumsum(rows).tolist()], dtype=torch.int32),
+        cu_num_logits=torch.tensor(bounds.tolist(), dtype=torch.int32),
+        cu_num_logits_np=bounds,
         logits_indices=torch.tensor([t for end, n in zip(ends, rows, strict=True) for t in range(end - n, end)]),
         expanded_local_pos=torch.tensor([i for n in rows for i in range(n)], dtype=torch.int32),
+        expanded_idx_mapping=torch.tensor([request for request, n in enumerate(rows) for _ in range(n)]),
         idx_mapping=torch.arange(len(rows)),
+        idx_mapping_np=np.arange(len(rows)),
         positions=torch.arange(int(ends[-1])),
+        input_ids=torch.zeros(int(ends[-1]), dtype=torch.int32),
+        seq_lens=torch.tensor(ends.tolist(), dtype=torch.int32),
+        seq_lens_cpu_upper_bound=SimpleNamespace(numpy=lambda: ends),  # on the host
     )
+
+
+class _Round:
+    """The tree stage over persistent buffers, as vLLM's draft graph holds it, with a head of random weights."""
+
+    def __init__(self, kind: str = "domino", variant: str = "pruned", requests: int = REQUESTS) -> None:
+        torch.manual_seed(0)
+        self.config = TreeConfig(budget=BUDGET, width=4, candidates=8, variant=variant)
+        self.widths = self.config.widths(DEPTH)
+        self.head = random_head(kind, 40, 6, torch.randn)
+        self.anchor = torch.randint(40, (requests,))
+        self.hidden, self.logits = torch.randn(requests, DEPTH, 6), torch.randn(requests, DEPTH, 40)
+        self.state = TreeState(requests, BUDGET, len(self.widths), torch.device("cpu"))
+        self.slots = torch.arange(requests)
+
+    def propose(self) -> torch.Tensor:
+        block = draft_block(self.anchor, self.hidden, self.logits, self.config.candidates)
+        supertree = expand(self.head, block, self.widths)
+        return self.state.write(self.slots, prune(supertree, BUDGET, self.config.depth_bonus))
+
+
+def _sampler(state: TreeState) -> TreeSampler:
+    """On a stand-in for vLLM's sampler, whose kernels cannot run on fake tensors."""
+    sampler = object.__new__(TreeSampler)
+    sampler.state = state
+    sampler.sampler = SimpleNamespace(
+        compute_nans=False,
+        logprobs_mode="raw_logprobs",
+        get_logprobs_dims=lambda slots: None,
+        sample=lambda logits, *args, **kwargs: (logits.argmax(-1), logits),
+        req_states=SimpleNamespace(prefill_len=SimpleNamespace(gpu=torch.zeros(REQUESTS, dtype=torch.int32))),
+    )
+    return sampler
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("variant", ["pruned", "fixed", "chain"])
+def test_a_whole_round_never_reads_the_device(kind, variant, monkeypatch):
+    monkeypatch.setattr(
+        sampler_module, "get_num_sampled_and_rejected", lambda num_sampled, *args: (num_sampled, num_sampled)
+    )
+    with FakeTensorMode():
+        round_ = _Round(kind, variant)
+        assert round_.propose().shape == (REQUESTS, BUDGET)
+        batch = _batch([BUDGET, 3, 0, BUDGET], prefill=5)
+        step = round_.state.begin_step(batch, torch.zeros(REQUESTS, dtype=torch.int32))
+        metadata = SimpleNamespace(
+            num_reqs=REQUESTS,
+            max_seq_len=40,
+            block_table_tensor=torch.zeros(REQUESTS, 8, dtype=torch.int32),
+            query_start_loc=torch.zeros(REQUESTS + 1, dtype=torch.int32),
+            seq_lens=batch.seq_lens,
+        )
+        graph = _GraphRows(REQUESTS + 2, BUDGET + 1, torch.device("cpu"))
+        graph.fill(_rows_of_trees(step, metadata, 16))
+        graph.fill(_rows_of_chains(BUDGET + 1, metadata, 16))
+        logits = torch.zeros(step.tokens.shape[0], 40)
+        output = _sampler(round_.state)(logits, batch)
+        assert output.sampled_token_ids.shape == (REQUESTS, len(round_.widths) + 1)
+        layers = [
+            CachedLayer(str(i), SimpleNamespace(kv_cache=torch.zeros(9, 2, 16, 8)), PagedLayout(use_triton=False))
+            for i in range(2)
+        ]
+        slots = dict.fromkeys("01", torch.arange(batch.num_tokens))
+        (moved,) = commit_rows(step, layers, slots, batch.positions, [torch.zeros(batch.num_tokens, 8)])
+        assert moved.shape == (batch.num_tokens, 8)
+        with pytest.raises(Exception, match=r"item|data-dependent|aten\._local_scalar_dense"):
+            moved.sum().item()
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("kind", ["domino", "markov"])
+def test_rows_that_pad_a_graph_change_nothing(kind, kernels, monkeypatch):
+    monkeypatch.setenv("DARTREE_KERNELS", kernels)
+    alone, padded = _Round(kind, requests=3), _Round(kind, requests=5)
+    for name in ("anchor", "hidden", "logits"):
+        getattr(padded, name)[:3] = getattr(alone, name)
+    # What a graph finds behind its batch: old numbers, or none at all, and nobody's slots.
+    padded.head, padded.slots = alone.head, torch.tensor([0, 1, 2, -1, -1])
+    padded.hidden[3:], padded.logits[3:] = float("nan"), float("inf")
+    padded.logits[4] = float("nan")
+    padded.state.as_chain[[1, -1]] = alone.state.as_chain[1] = True
+    for tensor in (padded.state.parents, padded.state.depths):
+        tensor[3] = 77
+    assert torch.equal(padded.propose()[:3], alone.propose())
+    for name in ("parents", "depths", "ancestors"):
+        assert torch.equal(getattr(padded.state, name)[:3], getattr(alone.state, name)[:3])
+    assert (padded.state.parents[3] == 77).all(), "a padding row was written to a request's slot"
+    assert (padded.state.depths[3] == 77).all()
+
+
+def test_a_graph_reads_no_rows_of_requests_that_pad_it():
+    round_ = _Round(requests=3)
+    round_.propose()
+    batch = _batch([BUDGET, 3, 0], prefill=0)
+    step = round_.state.begin_step(batch, torch.zeros(3, dtype=torch.int32))
+    block_table = torch.arange(40, dtype=torch.int32).view(5, 8)
+    rows = _rows_of_trees(step, SimpleNamespace(max_seq_len=40, block_table_tensor=block_table[:3]), 16)
+    graph = _GraphRows(5, BUDGET + 1, torch.device("cpu"))
+    for name in ("first_tokens", "num_rows", "roots", "depths"):
+        getattr(graph, name).fill_(-999)
+    buffers = {name: buffer.data_ptr() for name, buffer in vars(graph).items()}
+    graph.fill(rows)
+    views = graph.views(5, block_table)
+    assert views.num_rows.tolist() == [BUDGET + 1, 4, 1, 0, 0]
+    for name in ("first_tokens", "roots", "ancestors", "depths"):
+        assert torch.equal(getattr(views, name)[:3], getattr(rows, name))
+    assert {name: buffer.data_ptr() for name, buffer in vars(graph).items()} == buffers
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_rounds_leave_no_memory_behind(kernels, monkeypatch):
+    monkeypatch.setenv("DARTREE_KERNELS", kernels)
+    round_ = _Round(requests=3)
+    cache = torch.zeros(9, 2, 16, 8)
+    layer = CachedLayer("layer", SimpleNamespace(kv_cache=cache), PagedLayout(kernels == "triton"))
+    buffers = [round_.state.parents, round_.state.depths, round_.state.ancestors]
+    places, alive = [buffer.data_ptr() for buffer in buffers], []
+    for _ in range(4):
+        drafted = round_.propose()
+        batch = _batch([BUDGET] * 3, prefill=0)
+        step = round_.state.begin_step(batch, torch.zeros(3, dtype=torch.int32))
+        step.accepted = walk(drafted, step.parents, step.topology, step.padded(step.rows), DEPTH, step.num_nodes)
+        commit_rows(step, [layer], {"layer": torch.arange(batch.num_tokens)}, batch.positions, None)
+        del drafted, batch, step
+        gc.collect()
+        alive.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
+    assert alive[1] == alive[3]
+    assert [buffer.data_ptr() for buffer in buffers] == places
 
 
 def test_begin_step_walk_and_commit_never_read_the_device():

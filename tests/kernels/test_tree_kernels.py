@@ -64,7 +64,8 @@ def empty_state(slots: int, rows: int):
 def test_planting_equals_the_twin_and_leaves_other_slots_alone(forest, chains):
     tokens, parents = forest
     requests, rows = parents.shape
-    slots, as_chain = torch.tensor([4, 0, 2])[:requests], torch.zeros(6, dtype=torch.bool)
+    # As vLLM's speculator has them: one in every so many rows of a buffer.
+    slots, as_chain = torch.tensor([4, 9, 0, 9, 2, 9])[::2][:requests], torch.zeros(6, dtype=torch.bool)
     as_chain[slots] = torch.tensor(chains[:requests])
     states = empty_state(6, rows), empty_state(6, rows)
     planted = [

@@ -52,6 +52,7 @@ def plant(
         max_depth,
         all_parents.shape[0] - 1,
         num_rows,
+        slots.stride(0),
         tokens.stride(0),
         parents.stride(0),
         PADDED_ROWS=triton.next_power_of_2(num_rows),
@@ -124,6 +125,7 @@ def _plant_kernel(
     max_depth,
     last_slot,
     num_rows,
+    slots_stride,
     tokens_stride,
     parents_stride,
     PADDED_ROWS: tl.constexpr,
@@ -132,7 +134,7 @@ def _plant_kernel(
     request = tl.program_id(1).to(tl.int64)
     tokens_ptr += request * tokens_stride
     parents_ptr += request * parents_stride
-    slot = tl.load(slots_ptr + request).to(tl.int64)
+    slot = tl.load(slots_ptr + request * slots_stride).to(tl.int64)
     slot = tl.where(slot >= 0, slot, last_slot)
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     column = tl.arange(0, PADDED_ROWS)

@@ -120,7 +120,7 @@ def path_tokens(
     source, destination = torch.empty_like(path), torch.empty_like(path)
     order = torch.arange(num_tokens, device=path.device)
     _path_tokens_kernel[(path.shape[0],)](
-        path,
+        path.contiguous(),
         tokens,
         bounds,
         roots,
