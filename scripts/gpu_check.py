@@ -4,7 +4,6 @@ It needs PyTorch and Triton and nothing else, takes a few minutes, and prints a 
 check fails, and with 2 where there is no GPU.
 """
 
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,11 +15,15 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is not installed
 
-from vllm_dartree.heads.domino import DominoHead
-from vllm_dartree.heads.spec import DrafterSpec
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from tree_round import Round, Sizes, captured, fastest, measured_bandwidth, random_head, with_kernels
+
+from vllm_dartree.engine.kv_layout import PagedLayout
+from vllm_dartree.heads import DominoHead, DrafterSpec
 from vllm_dartree.kernels.kv_move import move_slots, move_slots_torch
 from vllm_dartree.kernels.tree_attention import tree_attention, tree_attention_torch
-from vllm_dartree.tree import DraftTree, Topology, TreeConfig, draft_block, expand, prune, topology
+from vllm_dartree.tree import Topology, topology
 
 # What bf16 and fp16 round away of a weighted mean of numbers around 1; float32 is summed in another order only.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -163,75 +166,9 @@ def moves_as_its_twin(device: str, dtype: torch.dtype, num_requests: int, path: 
     return True
 
 
-@dataclass
-class TreeStage:
-    """What a round computes between the drafter's logits and the next verify, with a Domino head."""
-
-    head: DominoHead
-    anchor: Tensor  # [R] int64
-    hidden: Tensor  # [R, L, H]
-    logits: Tensor  # [R, L, V]
-    config: TreeConfig
-
-    def run(self) -> tuple[DraftTree, Topology]:
-        widths = self.config.widths(self.hidden.shape[1])
-        block = draft_block(self.anchor, self.hidden, self.logits, self.config.candidates)
-        tree = prune(expand(self.head, block, widths), self.config.budget, self.config.depth_bonus)
-        return tree, topology(tree.parents, len(widths))
-
-
-def random_head(
-    hidden: int, vocab: int, state: int, emb: int, num_slots: int, device: str, dtype: torch.dtype
-) -> DominoHead:
-    def weight(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype) * shape[-1] ** -0.5
-
-    spec = DrafterSpec(num_slots + 1, 0, (0,), "domino", gru_hidden_dim=state, emb_dim=emb)
-    embedding = weight(vocab, hidden)
-    tensors = {
-        "prefix_gru.weight_ih_l0": weight(3 * state, hidden),
-        "prefix_gru.weight_hh_l0": weight(3 * state, state),
-        "embed_proj.0.weight": weight(emb, hidden + state),
-        "embed_proj.2.weight": weight(vocab, emb),
-    }
-    return DominoHead(spec, tensors, lambda tokens: F.embedding(tokens, embedding))
-
-
-def random_tree_stage(head: DominoHead, num_requests: int, num_slots: int, config: TreeConfig) -> TreeStage:
-    weight = head.output_weight
-    hidden = weight.new_empty(num_requests, num_slots, head.hidden_projection.shape[1]).normal_()
-    logits = weight.new_empty(num_requests, num_slots, weight.shape[0]).normal_() * 4
-    anchor = torch.randint(weight.shape[0], (num_requests,), device=weight.device)
-    return TreeStage(head, anchor, hidden, logits, config)
-
-
-def milliseconds(function: Callable[[], object], repeats: int = 30) -> float:
-    """The median time of a call on the GPU."""
-    for _ in range(5):
-        function()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        function()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
-def captured(function: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
-    """A CUDA graph of a call, and the call's result, which each replay writes again."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = function()
-    return graph, result
+def milliseconds(function: Callable[[], object]) -> float:
+    """The least time of a call on the GPU."""
+    return fastest({"call": function}, 30, torch.device("cuda"))["call"]
 
 
 def replay_follows_its_buffers() -> bool:
@@ -266,9 +203,37 @@ class Report:
     def time(self, name: str, value: float, note: str = "") -> None:
         self.lines.append((name, f"{value:8.3f} ms {note}".rstrip()))
 
+    def bar(self, name: str, value: float, limit: float) -> None:
+        """A ratio that is meant to stay below a limit; it tells of speed, so that a miss is no failure."""
+        self.lines.append((name, f"{value:8.2f}x {'met' if value <= limit else 'MISSED'} (bar: {limit:.2f}x)"))
+
     def table(self) -> str:
         width = max(len(name) for name, _ in self.lines)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in self.lines)
+
+
+def tree_kernels_against_twins(round_: Round) -> dict[str, bool]:
+    """By stage, whether its kernel gives what its twin gives; those after the expansion to the bit."""
+    found: dict[str, dict[str, list[Tensor]]] = {}
+    supertree, same = round_.supertree, {}
+    for kernels in ("torch", "triton"):
+        with_kernels(kernels, round_.expand)()
+        found[kernels] = {"expand": [round_.supertree.scores, round_.supertree.tokens]}
+        # Both go on from the same supertree: where two paths are all but tied, the last bit decides.
+        round_.supertree = supertree
+        for name in ("prune", "plant", "begin", "accept", "commit"):
+            round_.batch.positions.copy_(round_.positions)
+            for layer in round_.layers:
+                layer.layout = PagedLayout(kernels == "triton")
+                layer.attention.kv_cache.copy_(round_.numbers)
+            with_kernels(kernels, round_.stages[name])()
+            found[kernels][name] = [tensor.clone() for tensor in round_.outcome(name)]
+    for name, tensors in found["torch"].items():
+        pairs = zip(tensors, found["triton"][name], strict=True)
+        same[name] = all(torch.equal(*pair) for pair in pairs)
+    scores, of_kernel = (found[kernels]["expand"][0].sort(-1).values for kernels in ("torch", "triton"))
+    same["expand"] = torch.allclose(scores, of_kernel, rtol=1e-2, atol=1e-2, equal_nan=True)
+    return same
 
 
 def check_kernels(report: Report) -> None:
@@ -287,6 +252,11 @@ def check_kernels(report: Report) -> None:
         report.error(f"attention = SDPA, {name}", sdpa_error(random_verify([9, 2000], 64, "cuda", dtype)), tolerance)
         report.check(f"move of cache slots = twin, {name}", moves_as_its_twin("cuda", dtype, 64, 16))
     report.check("attention in a CUDA graph follows its buffers", replay_follows_its_buffers())
+    small = Sizes(hidden=512, state=256, emb=128, vocabulary=2000, layers=4)
+    for dtype in (torch.float32, torch.bfloat16):
+        head = random_head(small.hidden, small.vocabulary, small.state, small.emb, small.slots, "cuda", dtype)
+        for stage, same in tree_kernels_against_twins(Round(head, small, 5)).items():
+            report.check(f"{stage} = twin, {str(dtype).removeprefix('torch.')}", same)
 
 
 def time_attention(report: Report) -> None:
@@ -322,17 +292,116 @@ def time_attention(report: Report) -> None:
         )
 
 
+def time_long_contexts(report: Report) -> None:
+    """One request: the context is split until it fills the GPU, and cost grows with its length and no faster."""
+    times = {}
+    for context in (8192, 16384, 32768, 65536):
+        verify = random_verify([context], 64, "cuda", torch.bfloat16)
+        verify.num_rows.fill_(65)
+        verify.query = torch.randn(65, 32, 128, device="cuda", dtype=torch.bfloat16)
+        verify.kv_cache.nan_to_num_()
+        out = torch.zeros_like(verify.query)
+        query, keys, values, _ = verify.dense(0)
+        compared = {
+            "tree": lambda verify=verify, out=out: verify.attend(tree_attention, out),
+            "one part": lambda verify=verify, out=out: verify.attend(tree_attention, out, num_splits=1),
+            "plain": lambda q=query, k=keys, v=values: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        }
+        times[context] = found = fastest(compared, 20, verify.query.device)
+        report.time(f"verify attention, {context} context", found["tree"], f"(unsplit: {found['one part']:.3f} ms)")
+        report.bar(f"against plain attention, {context} context", found["tree"] / found["plain"], 1.15)
+    growth = times[65536]["tree"] / times[16384]["tree"] / 4
+    report.bar("growth from 16384 to 65536 context, over linear", growth, 1.1)
+
+
 def time_tree_stage(report: Report) -> None:
     """At the sizes of Qwen3-8B, with one random head."""
-    config, num_slots = TreeConfig(), 15
-    head = random_head(4096, 151936, 1024, 512, num_slots, "cuda", torch.bfloat16)
-    for num_requests in (1, 4, 16):
-        stage = random_tree_stage(head, num_requests, num_slots, config)
-        report.time(f"tree stage, eager, {num_requests} requests", milliseconds(stage.run))
-        graph, (tree, _) = captured(stage.run)
-        report.time(f"tree stage, CUDA graph, {num_requests} requests", milliseconds(graph.replay))
-        same = torch.equal(tree.tokens, stage.run()[0].tokens)
-        report.check(f"tree stage, CUDA graph = eager, {num_requests} requests", same)
+    sizes, device = Sizes(), torch.device("cuda")
+    bandwidth = measured_bandwidth(device)
+    report.lines.append(("bandwidth", f"{bandwidth / 1e9:8.0f} GB/s"))
+    head = random_head(sizes.hidden, sizes.vocabulary, sizes.state, sizes.emb, sizes.slots, "cuda", torch.bfloat16)
+    for requests in (1, 4, 16):
+        round_ = Round(head, sizes, requests)
+        graph, _ = captured(round_.propose)
+        graph.replay()
+        replayed = round_.tokens.clone()
+        round_.propose()
+        report.check(f"tree stage, CUDA graph = eager, {requests} requests", torch.equal(replayed, round_.tokens))
+        compared = {
+            "twins": with_kernels("torch", round_.propose),
+            "kernels": round_.propose,
+            "graph": graph.replay,
+            "commit": round_.commit,
+        }
+        times = fastest(compared, 20, device)
+        num_bytes = round_.bytes_of_stages()
+        floor = sum(num_bytes[name] for name in ("select", "expand", "prune", "plant")) / bandwidth * 1e3
+        report.time(f"tree stage, twins, {requests} requests", times["twins"])
+        report.time(f"tree stage, kernels, {requests} requests", times["kernels"])
+        report.time(f"tree stage, CUDA graph, {requests} requests", times["graph"], f"(floor: {floor:.3f} ms)")
+        report.bar(f"kernels over twins, {requests} requests", times["kernels"] / times["twins"], 1.0)
+        report.time(f"commit of {sizes.layers} layers, {requests} requests", times["commit"])
+
+
+@dataclass(frozen=True)
+class PipelineSizes:
+    """Of a target and its drafter; the defaults are Qwen3-4B's."""
+
+    hidden: int = 2560
+    intermediate: int = 9728
+    layers: int = 36
+    heads: int = 32
+    kv_heads: int = 8
+    head_size: int = 128
+    vocabulary: int = 151936
+    drafter_layers: int = 5
+    state: int = 1024
+    emb: int = 512
+
+
+def time_pipeline(report: Report, sizes: PipelineSizes | None = None, device: str = "cuda", tokens: int = 64) -> None:
+    """Tokens per second of the reference decoder with random weights: that all its parts work together, and no more.
+
+    Next to nothing is accepted of what a random drafter drafts.
+    """
+    try:
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+    except ImportError:
+        report.lines.append(("reference decoder", "skipped, it needs transformers"))
+        return
+    from vllm_dartree.reference.checkpoint import Drafter, Target
+    from vllm_dartree.reference.decoder import ReferenceDecoder, Summary
+    from vllm_dartree.reference.drafter import BlockDrafter
+
+    sizes = sizes or PipelineSizes()
+    shared = {
+        "vocab_size": sizes.vocabulary,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.intermediate,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_size,
+        "max_position_embeddings": 4096,
+    }
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    layer_ids = tuple(range(0, sizes.layers, max(1, sizes.layers // 5)))[:5]
+    spec = DrafterSpec(16, 0, layer_ids, "domino", gru_hidden_dim=sizes.state, emb_dim=sizes.emb)
+    with torch.device(device):
+        target = Qwen3ForCausalLM(Qwen3Config(**shared, num_hidden_layers=sizes.layers)).to(dtype).eval()
+        backbone = BlockDrafter(Qwen3Config(**shared, num_hidden_layers=sizes.drafter_layers), spec).to(dtype).eval()
+    target.generation_config.eos_token_id = None
+    target, backbone = target.requires_grad_(False), backbone.requires_grad_(False)
+    head = DominoHead(spec, backbone.state_dict(), target.get_input_embeddings())
+    for system in ("ar", "dartree"):
+        decoder = ReferenceDecoder(Target(target, None), Drafter(backbone, spec, head), system)
+        decoder.generate([1, 2, 3], 8)
+        generation = decoder.generate(list(range(1, 65)), tokens)
+        summary = Summary.of([generation])
+        report.check(
+            f"reference decoder, {system}",
+            len(generation.tokens) == tokens,
+            f"({summary.tokens_per_second:.1f} tokens/s, tau {summary.tau:.2f}; weights are random)",
+        )
 
 
 def main() -> int:
@@ -341,7 +410,7 @@ def main() -> int:
         return 2
     report = Report([("device", torch.cuda.get_device_name()), ("torch", torch.__version__)])
     with torch.inference_mode():
-        for part in (check_kernels, time_attention, time_tree_stage):
+        for part in (check_kernels, time_attention, time_long_contexts, time_tree_stage, time_pipeline):
             print(f"{part.__name__.replace('_', ' ')} ...", flush=True)
             part(report)
     print(report.table())

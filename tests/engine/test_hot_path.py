@@ -1,7 +1,6 @@
 """A round's own work: under ``FakeTensorMode``, where any host read and any shape from a value raises; with poison in
 what pads a graph; and again and again, without memory that grows."""
 
-import gc
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +8,8 @@ import pytest
 import torch
 from drafts import HEADS, random_head
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_dartree.engine import sampler as sampler_module
 from vllm_dartree.engine.attention import _GraphRows, _rows_of_chains, _rows_of_trees
@@ -164,6 +165,25 @@ def test_a_graph_reads_no_rows_of_requests_that_pad_it():
     assert {name: buffer.data_ptr() for name, buffer in vars(graph).items()} == buffers
 
 
+class _Storages(TorchDispatchMode):
+    """All memory that operations return, as long as it lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for out in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(out, torch.Tensor):
+                reference = StorageWeakRef(out.untyped_storage())
+                self.seen[reference.cdata] = reference
+        return result
+
+    def num_alive(self) -> int:
+        return sum(not reference.expired() for reference in self.seen.values())
+
+
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_rounds_leave_no_memory_behind(kernels, monkeypatch):
     monkeypatch.setenv("DARTREE_KERNELS", kernels)
@@ -172,15 +192,15 @@ def test_rounds_leave_no_memory_behind(kernels, monkeypatch):
     layer = CachedLayer("layer", SimpleNamespace(kv_cache=cache), PagedLayout(kernels == "triton"))
     buffers = [round_.state.parents, round_.state.depths, round_.state.ancestors]
     places, alive = [buffer.data_ptr() for buffer in buffers], []
-    for _ in range(4):
-        drafted = round_.propose()
-        batch = _batch([BUDGET] * 3, prefill=0)
-        step = round_.state.begin_step(batch, torch.zeros(3, dtype=torch.int32))
-        step.accepted = walk(drafted, step.parents, step.topology, step.padded(step.rows), DEPTH, step.num_nodes)
-        commit_rows(step, [layer], {"layer": torch.arange(batch.num_tokens)}, batch.positions, None)
-        del drafted, batch, step
-        gc.collect()
-        alive.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
+    with _Storages() as storages:
+        for _ in range(4):
+            drafted = round_.propose()
+            batch = _batch([BUDGET] * 3, prefill=0)
+            step = round_.state.begin_step(batch, torch.zeros(3, dtype=torch.int32))
+            step.accepted = walk(drafted, step.parents, step.topology, step.padded(step.rows), DEPTH, step.num_nodes)
+            commit_rows(step, [layer], {"layer": torch.arange(batch.num_tokens)}, batch.positions, None)
+            alive.append(storages.num_alive())
+    assert len(storages.seen) > 20
     assert alive[1] == alive[3]
     assert [buffer.data_ptr() for buffer in buffers] == places
 
