@@ -208,7 +208,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="the fastest of as many is taken")
     parser.add_argument("--heap-requests", type=int, default=16, help="of more, the heap's time is extrapolated")
     parser.add_argument(
-        "--threads", type=int, help="of a CPU; one thread is timed by its own clock, which busy neighbours do not move"
+        "--threads", type=int, help="of a CPU; one is timed by its own clock, which neighbours do not move"
     )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     for name in ("hidden", "state", "emb", "vocabulary", "slots", "layers"):
