@@ -363,11 +363,6 @@ SEAMS = (
         ("logits", "input_batch", "draft_logits", "invalid_drafts"),
         closed=True,
     ),
-    Seam(
-        _REJECTION,
-        "RejectionSampler._get_logprobs_tensors",
-        ("sampled", "num_sampled", "logits", "cu_num_logits", "cu_num_logits_np", "max_num_logprobs"),
-    ),
     Seam(_REJECTION, "_iter_request_chunks", ("cu_num_logits", "max_chunk_logits")),
     Seam(_REJECTION, "get_max_chunk_logits", ("vocab_size",)),
     Seam(
@@ -386,10 +381,25 @@ SEAMS = (
         ),
     ),
     Seam(
-        f"{_V2}.sample.sampler", "Sampler", members=("logprobs_mode", "compute_nans", "sampling_states", "req_states")
+        f"{_V2}.sample.sampler",
+        "Sampler",
+        members=("logprobs_mode", "compute_nans", "logprob_token_ids_state", "req_states"),
     ),
-    Seam(f"{_V2}.sample.states", "SamplingStates.max_num_logprobs", ("idx_mapping_np",)),
-    Seam(f"{_V2}.sample.states", "NO_LOGPROBS"),
+    Seam(f"{_V2}.sample.sampler", "Sampler.get_logprobs_dims", ("idx_mapping_np",)),
+    Seam(
+        f"{_V2}.sample.logprob",
+        "compute_topk_scores",
+        (
+            "logits",
+            "num_logprobs",
+            "sampled_token_ids",
+            "cu_num_logits",
+            "logprob_token_ids_state",
+            "expanded_idx_mapping",
+            "max_per_req_token_ids",
+            "logits_mode",
+        ),
+    ),
     Seam(
         f"{_V2}.sample.output",
         "SamplerOutput",

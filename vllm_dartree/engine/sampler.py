@@ -6,8 +6,8 @@ from vllm.config import SpeculativeConfig
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
-from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     RejectionSampler,
     _iter_request_chunks,
@@ -41,8 +41,8 @@ class TreeSampler(RejectionSampler):
         step = self.state.step
         assert step is not None, "a batch with drafts was sampled without its trees"
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
-        want_logprobs = self.sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np)
-        keep_processed = want_logprobs != NO_LOGPROBS and self.sampler.logprobs_mode.startswith("processed")
+        logprobs_dims = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np)
+        keep_processed = logprobs_dims is not None and self.sampler.logprobs_mode.startswith("processed")
         sampled, processed = self._sample_rows(logits, input_batch, keep_processed)
 
         drafted = input_batch.input_ids[step.tokens].long()
@@ -65,9 +65,9 @@ class TreeSampler(RejectionSampler):
             self.sampler.req_states.prefill_len.gpu,
         )
         logprobs = None
-        if want_logprobs != NO_LOGPROBS:
+        if logprobs_dims is not None:
             scored = logits if processed is None else processed
-            logprobs = self._path_logprobs(scored, step, input_batch, num_sampled, want_logprobs)
+            logprobs = self._path_logprobs(scored, step, input_batch, *logprobs_dims)
         return SamplerOutput(
             sampled_token_ids=accepted.tokens,
             logprobs_tensors=logprobs,
@@ -104,14 +104,22 @@ class TreeSampler(RejectionSampler):
         return torch.cat(sampled), torch.cat(processed) if keep_processed else None
 
     def _path_logprobs(
-        self, logits: Tensor, step: TreeStep, input_batch: InputBatch, num_sampled: Tensor, max_num_logprobs: int
-    ) -> LogprobsTensors | None:
-        """vLLM reads the logprobs of emitted token ``d`` from row ``d``: puts the rows of the path there."""
-        return self._get_logprobs_tensors(
-            step.accepted.tokens,
-            num_sampled,
+        self, logits: Tensor, step: TreeStep, input_batch: InputBatch, num_logprobs: int, num_token_ids: int
+    ) -> LogprobsTensors:
+        """vLLM reads the logprobs of emitted token ``d`` from row ``d``: puts the rows of the path there.
+
+        As vLLM's ``Sampler`` does and its ``RejectionSampler`` does not, it honours ``logprob_token_ids``.
+        """
+        emitted = step.accepted.tokens
+        # Rows past the path are read by nobody; any token will do for them.
+        sampled = emitted[step.requests, step.rows.clamp(max=emitted.shape[1] - 1)].clamp(min=0)
+        return compute_topk_scores(
             logits[step.in_path_order()],
-            input_batch.cu_num_logits,
-            input_batch.cu_num_logits_np,
-            max_num_logprobs,
+            num_logprobs,
+            sampled,
+            input_batch.cu_num_logits_np.tolist(),
+            self.sampler.logprob_token_ids_state,
+            input_batch.expanded_idx_mapping,
+            num_token_ids,
+            logits_mode=self.sampler.logprobs_mode.endswith("logits"),
         )
