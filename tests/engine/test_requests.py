@@ -1,29 +1,9 @@
 """Requests whose processing depends on their own text share a batch with trees, as chains."""
 
-import pytest
 from engine.engines import counted, dartree, engine, run, runner, tokens
 from vllm import SamplingParams
-from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_dartree.engine import sampler as sampler_module
-
-MIXED = [
-    SamplingParams(temperature=0, max_tokens=32),
-    SamplingParams(temperature=0, max_tokens=32, repetition_penalty=1.2),
-    SamplingParams(temperature=0.8, seed=3, max_tokens=32, presence_penalty=0.5, frequency_penalty=0.3),
-    SamplingParams(temperature=0, max_tokens=32, min_tokens=20, stop_token_ids=[10]),
-    SamplingParams(temperature=1.0, seed=5, max_tokens=32, allowed_token_ids=list(range(2, 500))),
-    SamplingParams(temperature=0, max_tokens=32),
-    SamplingParams(temperature=1.0, seed=6, max_tokens=32, min_p=0.05),
-    SamplingParams(temperature=0, max_tokens=32, logit_bias={200: -3.0, 4: 2.0}),
-]
-
-
-def test_penalties_and_plain_requests_in_one_batch(prompts):
-    expected = tokens(run(engine(), prompts[: len(MIXED)], MIXED))
-    trees = engine(dartree())
-    assert tokens(run(trees, prompts[: len(MIXED)], MIXED)) == expected
-    assert tokens(run(trees, prompts[: len(MIXED)], MIXED, arrive_every=3)) == expected
 
 
 def test_logits_that_are_sampled_in_chunks(prompts, monkeypatch):
@@ -51,20 +31,10 @@ def test_a_penalised_request_is_drafted_as_a_chain_and_still_gains(prompts):
     type(state).write = record
     try:
         with counted(trees) as drafts:
-            run(trees, prompts[:1], MIXED[1])
+            run(trees, prompts[:1], SamplingParams(temperature=0, max_tokens=32, repetition_penalty=1.2))
     finally:
         type(state).write = write
     for parents in seen:
         length = sum(parent >= 0 for parent in parents) - 1
         assert parents == [0, *range(length), *[-1] * (len(parents) - 1 - length)]
     assert drafts.accepted > 0
-
-
-@pytest.mark.slow
-def test_a_grammar_beside_plain_requests(prompts):
-    choice = StructuredOutputsParams(regex=r"class [A-Z][a-z]{3,12}:\n    pass\n")
-    params = [SamplingParams(temperature=0, max_tokens=24, structured_outputs=choice), MIXED[0], MIXED[2]]
-    settings = {"max_num_seqs": 4}
-    expected = run(engine(**settings), prompts[:3], params)
-    actual = run(engine(dartree(), **settings), prompts[:3], params)
-    assert tokens(actual) == tokens(expected)
