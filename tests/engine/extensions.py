@@ -7,6 +7,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProc
 
 CUSTOM_PROCESSOR = f"{__name__}:EchoTwoBack"
 REASONING_PARSER = "signature"
+END_OF_THINKING = 280  # the token "):"; what follows is bound to the request's grammar
 
 
 class EchoTwoBack(LogitsProcessor):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 from engine.engines import counted, dartree, engine, outputs
-from engine.extensions import CUSTOM_PROCESSOR
+from engine.extensions import CUSTOM_PROCESSOR, END_OF_THINKING
 from vllm import RequestOutput, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -87,7 +87,6 @@ AS_CHAINS = {
 }
 FEATURES = ON_TREES | AS_CHAINS
 
-END_OF_THINKING = (280,)  # the token "):"; what follows is bound to the grammar
 ARRAY = {"type": "array", "items": {"enum": ["cold", "green", "warm"]}, "minItems": 2, "maxItems": 4}
 
 
@@ -98,12 +97,12 @@ def _bound(**grammar: object) -> dict[str, object]:
 FREE = {"structured_outputs": None}
 # Prompts 2 and 6 end with the token "def", which starts the thinking.
 WITH_REASONING = {
-    "json_object": Feature(1, _bound(json_object=True), FREE, END_OF_THINKING),
-    "json": Feature(5, _bound(json=ARRAY), FREE, END_OF_THINKING),
-    "regex": Feature(15, _bound(regex=r" --[a-z]{3,8}-[a-z]{3,8} str "), FREE, END_OF_THINKING),
-    "choice": Feature(3, _bound(choice=["cold cable", "green carrier", "quick router"]), FREE, END_OF_THINKING),
+    "json_object": Feature(1, _bound(json_object=True), FREE, (END_OF_THINKING,)),
+    "json": Feature(5, _bound(json=ARRAY), FREE, (END_OF_THINKING,)),
+    "regex": Feature(15, _bound(regex=r" --[a-z]{3,8}-[a-z]{3,8} str "), FREE, (END_OF_THINKING,)),
+    "choice": Feature(3, _bound(choice=["cold cable", "green carrier", "quick router"]), FREE, (END_OF_THINKING,)),
     "a grammar with sampling and penalties": Feature(
-        9, _bound(regex=r"( [a-z_]{3,9}){3,9}") | _warm(9) | {"repetition_penalty": 1.2}, FREE, END_OF_THINKING
+        9, _bound(regex=r"( [a-z_]{3,9}){3,9}") | _warm(9) | {"repetition_penalty": 1.2}, FREE, (END_OF_THINKING,)
     ),
     "a grammar after thinking": Feature(2, _bound(regex=r"\n    pass\n\n\ndef [a-z]{3,9}"), FREE),
     "thinking_token_budget": Feature(6, {"thinking_token_budget": 3}, {"thinking_token_budget": None}),
@@ -115,7 +114,7 @@ WITH_REASONING = {
     ),
     "processed_logprobs": Feature(7, _warm(10) | {"top_k": 3, "logprobs": 4}, {"top_k": None}),
     "processed_logprobs of a grammar": Feature(
-        11, _bound(choice=["member", "option"]) | {"logprobs": 2}, FREE, END_OF_THINKING
+        11, _bound(choice=["member", "option"]) | {"logprobs": 2}, FREE, (END_OF_THINKING,)
     ),
 }
 
