@@ -345,6 +345,12 @@ DEEPSEEK = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 32,
 }
+FP8_CACHE = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {},
+    "kv_cache_scheme": {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False},
+}
 FEATURES = {
     "pipeline parallelism": {"pipeline_parallel_size": 2},
     "prefill context parallelism": {"prefill_context_parallel_size": 2},
@@ -353,6 +359,8 @@ FEATURES = {
     "batch-sharded sampling": {"enable_batch_sharded_sampling": True},
     "a KV connector": {"kv_offloading_size": 1.0},
     "a quantised KV cache": {"kv_cache_dtype": "fp8"},
+    "a checkpoint with a quantised KV cache": overridden(quantization_config=FP8_CACHE),
+    "an attention backend of the user's choice": {"attention_config": {"backend": "FLEX_ATTENTION"}},
     "fast prefill with shared KV": {"kv_sharing_fast_prefill": True},
     "watermarking": {"watermark_config": {}},
     "trace replay": {"enable_trace_replay": True},
@@ -392,6 +400,43 @@ def test_every_unsupported_feature_is_tested():
     assert len(UNSUPPORTED) == len(FEATURES)
     for feature in UNSUPPORTED:
         assert any(feature.name.startswith(name) for name in FEATURES), feature.name
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"attention_backend": "FLEX_ATTENTION"}, "which is 'FLEX_ATTENTION' here"),
+        ({"attention_config": {"backend_per_kind": {"sliding_window": "FLEX_ATTENTION"}}}, "choose one of FLASH_ATTN"),
+        (overridden(layer_types=["chunked_attention"] * 5), "a target with chunked local attention"),
+        (overridden(add_full_attention_sink_bias=True), "a target with attention sinks"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "a quantised KV cache (kv_cache_dtype), which is 'fp8_e5m2' here"),
+        ({"ubatch_size": 2}, "dual-batch overlap"),
+    ],
+)
+def test_other_ways_to_ask_for_them_are_refused(settings, words):
+    assert words in refusal(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"attention_backend": "FLASHINFER"},
+        {"kv_cache_dtype": "bfloat16", **overridden(quantization_config=FP8_CACHE)},
+        {"ubatch_size": 0},
+    ],
+)
+def test_what_looks_like_them_is_let_through(settings):
+    assert engine_args(**settings).create_engine_config().speculative_config.tree.budget == 64
+
+
+def test_a_target_that_hands_out_no_hidden_states_is_refused(changed):
+    from vllm_dartree.config import DartreeConfigError, check_target_class
+
+    check_target_class(engine_args().create_engine_config())
+    gemma = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "query_pre_attn_scalar": 32}
+    config = engine_args(model=changed(TARGET, **gemma)).create_engine_config()
+    with pytest.raises(DartreeConfigError, match="architecture Gemma2ForCausalLM: its drafters read hidden states"):
+        check_target_class(config)
 
 
 def test_the_v1_runner_is_refused(monkeypatch):
