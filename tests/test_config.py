@@ -104,6 +104,15 @@ def test_all_keys():
     assert speculative.num_speculative_tokens == 24
 
 
+def test_default_penalties_of_the_model_are_told(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    engine_args(override_generation_config={"repetition_penalty": 1.05}).create_engine_config()
+    assert "have repetition_penalty=1.05, so every request that keeps them is drafted as a chain" in caplog.text
+    caplog.clear()
+    engine_args(override_generation_config={"repetition_penalty": 1.0, "top_p": 0.9}).create_engine_config()
+    assert "drafted as a chain" not in caplog.text
+
+
 JSON_FORM = ["--speculative-config", json.dumps({"method": "dartree", "model": str(DOMINO), "tree_width": 7})]
 DOTTED_FORM = [
     "--speculative-config.method",

@@ -108,6 +108,8 @@ SEAMS = (
             "dtype",
             "runner_type",
             "logits_processors",
+            "get_diff_sampling_param",
+            "served_model_name",
             "enable_trace_replay",
             "return_sampling_mask",
             "is_diffusion",
@@ -319,6 +321,11 @@ SEAMS = (
     ),
     Seam(
         "vllm.v1.attention.backend",
+        "AttentionImpl",
+        members=("num_heads", "head_size", "scale"),
+    ),
+    Seam(
+        "vllm.v1.attention.backend",
         "AttentionBackend",
         members=("get_name", "get_builder_cls", "forward_includes_kv_cache_update"),
     ),
@@ -375,11 +382,6 @@ SEAMS = (
         ("logits", "input_batch", "draft_logits", "invalid_drafts"),
         closed=True,
     ),
-    Seam(
-        _REJECTION,
-        "RejectionSampler._get_logprobs_tensors",
-        ("sampled", "num_sampled", "logits", "cu_num_logits", "cu_num_logits_np", "max_num_logprobs"),
-    ),
     Seam(_REJECTION, "_iter_request_chunks", ("cu_num_logits", "max_chunk_logits")),
     Seam(_REJECTION, "get_max_chunk_logits", ("vocab_size",)),
     Seam(
@@ -398,10 +400,25 @@ SEAMS = (
         ),
     ),
     Seam(
-        f"{_V2}.sample.sampler", "Sampler", members=("logprobs_mode", "compute_nans", "sampling_states", "req_states")
+        f"{_V2}.sample.sampler",
+        "Sampler",
+        members=("logprobs_mode", "compute_nans", "logprob_token_ids_state", "req_states"),
     ),
-    Seam(f"{_V2}.sample.states", "SamplingStates.max_num_logprobs", ("idx_mapping_np",)),
-    Seam(f"{_V2}.sample.states", "NO_LOGPROBS"),
+    Seam(f"{_V2}.sample.sampler", "Sampler.get_logprobs_dims", ("idx_mapping_np",)),
+    Seam(
+        f"{_V2}.sample.logprob",
+        "compute_topk_scores",
+        (
+            "logits",
+            "num_logprobs",
+            "sampled_token_ids",
+            "cu_num_logits",
+            "logprob_token_ids_state",
+            "expanded_idx_mapping",
+            "max_per_req_token_ids",
+            "logits_mode",
+        ),
+    ),
     Seam(
         f"{_V2}.sample.output",
         "SamplerOutput",
@@ -413,7 +430,41 @@ SEAMS = (
         "get_num_sampled_and_rejected",
         ("num_sampled", "seq_lens", "cu_num_logits", "idx_mapping", "prefill_len"),
     ),
-    Seam("vllm.v1.outputs", "LogprobsTensors"),
+    Seam("vllm.v1.sample.logits_processor", "LOGITSPROCS_GROUP"),
+    Seam("vllm.distributed.parallel_state", "is_global_first_rank", ()),
+    Seam("vllm.v1.outputs", "LogprobsTensors.cat", ("tensors", "cu_num_generated_tokens")),
+    # Metrics: plugin.py, metrics.py.
+    Seam("vllm.v1.metrics.loggers", "LoggingStatLogger", members=("vllm_config", "spec_decoding_logging")),
+    Seam(
+        "vllm.v1.metrics.loggers",
+        "PrometheusStatLogger",
+        members=("vllm_config", "per_engine_labelvalues", "_counter_cls", "_histogram_cls"),
+    ),
+    Seam(
+        "vllm.v1.metrics.loggers",
+        "PrometheusStatLogger.record",
+        ("scheduler_stats", "iteration_stats", "mm_cache_stats", "engine_idx"),
+        closed=True,
+    ),
+    Seam("vllm.v1.metrics.utils", "create_metric_per_engine", ("metric", "per_engine_labelvalues")),
+    Seam("vllm.v1.spec_decode.metrics", "SpecDecodingLogging.__init__", ()),
+    Seam("vllm.v1.spec_decode.metrics", "SpecDecodingLogging.log", ("log_fn",), closed=True),
+    Seam(
+        "vllm.v1.spec_decode.metrics",
+        "SpecDecodingLogging",
+        members=(
+            "num_drafts",
+            "num_draft_tokens",
+            "num_accepted_tokens",
+            "accepted_tokens_per_pos_lists",
+            "last_log_time",
+        ),
+    ),
+    Seam(
+        "vllm.v1.spec_decode.metrics",
+        "SpecDecodingStats",
+        members=("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos"),
+    ),
     # Emulation: emulation/.
     Seam("vllm.v1.sample.ops.topk_topp_sampler", "apply_top_k_top_p_triton", ("logits", "k", "p")),
     Seam("vllm.v1.sample.ops.topk_topp_sampler", "apply_top_k_top_p_pytorch", ("logits", "k", "p")),

@@ -13,13 +13,16 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedConfig
 from vllm.config import SpeculativeConfig
 from vllm.config.utils import config
+from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
+from vllm_dartree.chains import default_penalties
 from vllm_dartree.heads import DrafterSpec
 from vllm_dartree.tree import TreeConfig, TreeConfigError
 
@@ -73,6 +76,8 @@ class DartreeSpeculativeConfig(SpeculativeConfig):
     """The knobs of the tree, a ``TreeConfig``."""
     drafter: Any = None
     """The block and the head of the drafter, a ``DrafterSpec``."""
+    has_custom_processors: bool = False
+    """Whether the engine runs logits processors that are not vLLM's own, so that every request is a chain."""
 
     def __repr__(self) -> str:
         # As short as vLLM's own, which prints its whole config at start.
@@ -243,9 +248,20 @@ def create_speculative_config(
 
     _hand_over(base)
     target_parallel_config.worker_cls = worker_class()
+    if penalties := default_penalties(target_model_config.get_diff_sampling_param()):
+        logger.warning(
+            "The model's default sampling parameters have %s, so every request that keeps them is drafted as a chain; "
+            "to draft trees, override them in the requests or with --override-generation-config",
+            ", ".join(f"{key}={value}" for key, value in penalties.items()),
+        )
     made = object.__new__(DartreeSpeculativeConfig)
     # copy.copy and not vLLM's replace, which would validate the parts once more.
-    made.__dict__.update(copy.copy(base).__dict__, tree=tree, drafter=spec)
+    made.__dict__.update(
+        copy.copy(base).__dict__,
+        tree=tree,
+        drafter=spec,
+        has_custom_processors=bool(target_model_config.logits_processors or entry_points(group=LOGITSPROCS_GROUP)),
+    )
     return made
 
 

@@ -14,7 +14,14 @@ def register() -> None:
 
     On a vLLM that lacks a seam vLLM itself still starts; whoever asks for the method is told then (``compat``).
     """
-    for teach in (_accept_the_method, _check_the_finished_config, _reserve_the_block, _allow_row_local, _add_the_model):
+    for teach in (
+        _accept_the_method,
+        _check_the_finished_config,
+        _reserve_the_block,
+        _let_requests_in,
+        _add_the_model,
+        _report_trees,
+    ):
         try:
             teach()
         except (ImportError, AttributeError) as error:
@@ -90,7 +97,7 @@ def _reserve_the_block() -> None:
     VllmConfig.num_lookahead_tokens = property(num_lookahead_tokens)
 
 
-def _allow_row_local() -> None:
+def _let_requests_in() -> None:
     """vLLM refuses ``min_p`` and ``logit_bias`` with speculation; both look at one row alone, so on a tree they are
     exact, since every row is sampled by vLLM's own sampler."""
     from vllm.sampling_params import SamplingParams
@@ -98,7 +105,10 @@ def _allow_row_local() -> None:
     def make(native: Callable) -> Callable:
         def _validate_spec_decode(self: SamplingParams, speculative_config: Any) -> None:
             if not _is_dartree(speculative_config):
-                native(self, speculative_config)
+                return native(self, speculative_config)
+            from vllm_dartree import metrics
+
+            metrics.count_chain_request(self, speculative_config)
 
         return _validate_spec_decode
 
@@ -114,6 +124,51 @@ def _add_the_model() -> None:
     for name in ("DartreeBlockDrafter", "DominoDraftModel", "DFlashDominoDraftModel"):
         if name not in known:
             ModelRegistry.register_model(name, "vllm_dartree.engine.draft_models.block_drafter:DartreeBlockDrafter")
+
+
+def _report_trees() -> None:
+    """Metrics and the periodic line of the log, besides and in place of vLLM's own for speculation."""
+    from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
+
+    def make_logging(native: Callable) -> Callable:
+        def __init__(self: LoggingStatLogger, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            native(self, *args, **kwargs)
+            if _is_dartree(self.vllm_config.speculative_config):
+                from vllm_dartree.metrics import TreeLogging
+
+                self.spec_decoding_logging = TreeLogging(self.vllm_config)
+
+        return __init__
+
+    def make_metrics(native: Callable) -> Callable:
+        def __init__(self: PrometheusStatLogger, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            native(self, *args, **kwargs)
+            if _is_dartree(self.vllm_config.speculative_config):
+                from vllm_dartree.metrics import TreeMetrics
+
+                labels = self.per_engine_labelvalues
+                self.dartree = TreeMetrics(self._counter_cls, self._histogram_cls, self.vllm_config, labels)
+
+        return __init__
+
+    def make_record(native: Callable) -> Callable:
+        def record(
+            self: PrometheusStatLogger,
+            scheduler_stats: Any,
+            iteration_stats: Any,
+            mm_cache_stats: Any = None,
+            engine_idx: int = 0,
+        ) -> None:
+            native(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+            stats = scheduler_stats and scheduler_stats.spec_decoding_stats
+            if stats and _is_dartree(self.vllm_config.speculative_config):
+                self.dartree.observe(stats, engine_idx)
+
+        return record
+
+    _wrap(LoggingStatLogger, "__init__", make_logging)
+    _wrap(PrometheusStatLogger, "__init__", make_metrics)
+    _wrap(PrometheusStatLogger, "record", make_record)
 
 
 def _is_dartree(speculative_config: Any) -> bool:

@@ -152,12 +152,12 @@ def test_heads_of_other_sizes_and_numbers(prompts, folder, head_size, num_heads,
 class CappedLayer(Qwen3DecoderLayer):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.self_attn.attn.impl.logits_soft_cap = 6.0
+        self.self_attn.attn.impl.logits_soft_cap = 8.0
 
 
 def test_a_soft_cap_of_the_attention_logits(prompts, monkeypatch):
     monkeypatch.setattr(Qwen3Model, "decoder_layer_type", CappedLayer)
-    expected, _ = assert_same(str(TARGET), prompts, max_num_seqs=9)
+    expected, _ = assert_same(str(TARGET), prompts, tau=1.5, max_num_seqs=9)
     assert expected != tokens(run(engine(), prompts[:4], FOUR))
 
 

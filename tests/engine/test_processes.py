@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 OFFLINE = """
 import json, sys
 from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.cpu import CpuPlatform
 
 # vLLM turns asynchronous scheduling off on CPUs; a GPU has it on, so the same is asked of the tree here.
@@ -44,6 +45,7 @@ if __name__ == "__main__":
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "counters": counters,
         "async_scheduling": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,
+        "with_plugin": hasattr(EngineArgs.create_speculative_config, "dartree"),
     }
     with open(job["out"], "w") as file:
         json.dump(result, file)
@@ -51,17 +53,16 @@ if __name__ == "__main__":
 
 
 def _environment() -> dict[str, str]:
-    environment = os.environ | child_environment()
-    # Two workers on the two cores that a small machine has.
-    environment |= {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | child_environment() | {"HF_HUB_OFFLINE": "1"}
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     return environment
 
 
-def test_tensor_parallel_gives_the_same_tokens(prompts, tmp_path):
-    script, out = tmp_path / "offline.py", tmp_path / "tokens.json"
+def _offline(tmp_path, prompts, settings: dict[str, object], **environment: str) -> dict[str, object]:
+    """What an engine in a process of its own says to the prompts, greedily."""
+    script, out = tmp_path / "offline.py", tmp_path / "result.json"
     script.write_text(OFFLINE)
-    settings = {
+    defaults = {
         "model": str(TARGET),
         "dtype": "float32",
         "enforce_eager": True,
@@ -69,15 +70,19 @@ def test_tensor_parallel_gives_the_same_tokens(prompts, tmp_path):
         "max_num_seqs": 4,
         "max_num_batched_tokens": 1024,
         "kv_cache_memory_bytes": 64 << 20,
-        "tensor_parallel_size": 2,
-        "speculative_config": dartree(),
         "disable_log_stats": False,
     }
-    job = {"settings": settings, "prompts": prompts[:3], "max_tokens": 24, "out": str(out)}
+    job = {"settings": defaults | settings, "prompts": prompts, "max_tokens": 24, "out": str(out)}
     command = [sys.executable, str(script)]
-    subprocess.run(command, input=json.dumps(job), text=True, env=_environment(), check=True, timeout=400)
+    subprocess.run(command, input=json.dumps(job), text=True, env=_environment() | environment, check=True, timeout=400)
+    return json.loads(out.read_text())
+
+
+def test_tensor_parallel_gives_the_same_tokens(prompts, tmp_path):
+    settings = {"tensor_parallel_size": 2, "speculative_config": dartree()}
+    # Two workers on the two cores that a small machine has.
+    result = _offline(tmp_path, prompts[:3], settings, VLLM_CPU_OMP_THREADS_BIND="0|1")
     params = SamplingParams(temperature=0, max_tokens=24)
-    result = json.loads(out.read_text())
     assert result["tokens"] == tokens(run(engine(), prompts[:3], params))
     # A head or an embedding that is wrong on one rank would leave tokens right and ruin the drafts.
     trees = engine(dartree())
@@ -87,6 +92,16 @@ def test_tensor_parallel_gives_the_same_tokens(prompts, tmp_path):
     counters = result["counters"]
     assert counters["vllm:spec_decode_num_drafts"] == drafts.rounds
     assert counters["vllm:spec_decode_num_accepted_tokens"] == drafts.accepted
+
+
+def test_the_plugin_changes_nothing_for_vllms_own_dflash(prompts, tmp_path, drafter_with):
+    dflash = {"method": "dflash", "model": drafter_with(projector_type=None), "num_speculative_tokens": 15}
+    settings = {"speculative_config": dflash}
+    without = _offline(tmp_path, prompts[:3], settings, VLLM_PLUGINS="")
+    with_plugin = _offline(tmp_path, prompts[:3], settings)
+    assert (without.pop("with_plugin"), with_plugin.pop("with_plugin")) == (False, True)
+    assert with_plugin == without
+    assert with_plugin["counters"]["vllm:spec_decode_num_accepted_tokens"] > 0
 
 
 @contextmanager
@@ -108,9 +123,7 @@ def _server(speculative: dict[str, object]):
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
     command += [word for pair in arguments.items() for word in pair]
-    environment = _environment()
-    del environment["VLLM_CPU_OMP_THREADS_BIND"]
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    process = subprocess.Popen(command, env=_environment(), start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + 180

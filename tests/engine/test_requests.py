@@ -26,16 +26,28 @@ def test_penalties_and_plain_requests_in_one_batch(prompts):
     assert tokens(run(trees, prompts[: len(MIXED)], MIXED, arrive_every=3)) == expected
 
 
-def test_logits_that_are_sampled_in_chunks(prompts, monkeypatch):
+@pytest.mark.parametrize("max_rows", [10_000, 20], ids=["in one piece", "in chunks"])
+def test_logprobs_are_those_of_the_path(prompts, monkeypatch, max_rows):
+    """Right rows, right shapes, nothing past a stop; whether the logits are sampled in one piece or in chunks."""
+    ask = {"temperature": 0, "max_tokens": 16}
     params = [
-        SamplingParams(temperature=1.0, top_p=0.9, seed=i, max_tokens=16, logprobs=2, repetition_penalty=1.0 + i / 10)
-        for i in range(4)
+        SamplingParams(**ask, logprobs=2),
+        SamplingParams(**ask, logprobs=0, repetition_penalty=1.3),
+        SamplingParams(**ask, logprob_token_ids=[7, 40, 300]),
+        SamplingParams(**ask),
+        SamplingParams(temperature=1.0, top_p=0.9, seed=4, max_tokens=16, logprobs=3),
     ]
-    expected = run(engine(), prompts[:4], params)
-    monkeypatch.setattr(sampler_module, "get_max_chunk_logits", lambda vocab_size: 20)
-    actual = run(engine(dartree()), prompts[:4], params)
+    expected = run(engine(), prompts[:5], params)
+    monkeypatch.setattr(sampler_module, "get_max_chunk_logits", lambda vocab_size: max_rows)
+    actual = run(engine(dartree()), prompts[:5], params)
     assert tokens(actual) == tokens(expected)
-    assert [len(one.logprobs) for one in actual] == [len(one.tokens) for one in expected]
+    for ours, theirs in zip(actual, expected, strict=True):
+        if theirs.logprobs is None:
+            assert ours.logprobs is None
+            continue
+        assert len(ours.logprobs) == len(ours.tokens)
+        for step, plain in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert step == pytest.approx(plain, abs=1e-4)
 
 
 def test_a_penalised_request_is_drafted_as_a_chain_and_still_gains(prompts):

@@ -24,11 +24,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 SUMMARY = "tell whether a pair can be served here, and how it would run"
-# What depends on the tokens before a row; `engine/runner.py` decides it for each request.
-AS_A_CHAIN = (
-    "repetition, presence and frequency penalties, bad words, thinking budgets, structured output and custom logits "
-    "processors"
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
 
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_dartree import config
+    from vllm_dartree import chains, config
 
     try:
         vllm_config = EngineArgs(
@@ -143,8 +138,10 @@ def run(args: argparse.Namespace) -> int:
         _line("refused", error)
         return 1
     _print_pair(vllm_config)
-    _line("as a chain", f"requests with {AS_A_CHAIN}")
-    options = [feature.name for feature in config.UNSUPPORTED if not feature.name.startswith("a target")]
-    _line("not with", "; ".join(options))
+    _line("as a chain", f"requests with {', '.join(chains.REASONS)}")
+    if penalties := chains.default_penalties(vllm_config.model_config.get_diff_sampling_param()):
+        defaults = ", ".join(f"{key}={value}" for key, value in penalties.items())
+        _line("", f"here all that keep this model's default {defaults}")
+    _line("not with", "; ".join(feature.name for feature in config.UNSUPPORTED))
     _line("result", "this pair can be served here with method 'dartree'")
     return 0

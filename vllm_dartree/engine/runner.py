@@ -1,21 +1,25 @@
 """The model runner: vLLM's, with the tree put in where a chain was."""
 
+import logging
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import is_global_first_rank
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from vllm_dartree.chains import PATH_DEPENDENT, chain_reasons
 from vllm_dartree.config import check_supported, check_target_class
 from vllm_dartree.engine.attention import install_tree_attention
 from vllm_dartree.engine.sampler import TreeSampler
 from vllm_dartree.engine.speculator import DartreeSpeculator
+
+logger = logging.getLogger("vllm.dartree")
 
 
 class DartreeRunnerMixin:
@@ -40,30 +44,37 @@ class DartreeRunnerMixin:
             not type(processor).__module__.startswith("vllm.") for processor in self.sampler.logits_processors
         )
         self.rejection_sampler = TreeSampler(self.rejection_sampler, self.speculative_config, self.device, trees)
+        self._log_setup()
+
+    def _log_setup(self) -> None:
+        if not is_global_first_rank():
+            return
+        tree, drafter = self.speculative_config.tree, self.speculative_config.drafter
+        backends = {layer.attention.attn_backend.get_name() for layer in self.speculator.cached_layers}
+        chains = (
+            "all requests, by custom logits processors" if self.has_custom_processors else ", ".join(PATH_DEPENDENT)
+        )
+        logger.info(
+            "DARTree: B=%d nodes, W=%d, K=%d, L=%d slots, beta=%g, %s to depth %d; %s head; trees on %s; drafted as "
+            "a chain: %s",
+            tree.budget,
+            tree.width,
+            tree.candidates,
+            drafter.num_slots,
+            tree.depth_bonus,
+            tree.variant,
+            self.speculator.trees.max_depth,
+            drafter.head,
+            ", ".join(sorted(backends)),
+            chains,
+        )
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().add_requests(scheduler_output)
         as_chain = self.speculator.trees.as_chain
         for request in scheduler_output.scheduled_new_reqs:
             slot = self.req_states.req_id_to_index[request.req_id]
-            as_chain[slot] = self._is_path_dependent(request.sampling_params)
-
-    def _is_path_dependent(self, params: SamplingParams | None) -> bool:
-        """Whether the logits of a row depend on the tokens drafted before it, which vLLM takes to be the rows before.
-
-        That is so on a chain. On a tree such a request would be sampled as if its siblings stood in its text.
-        """
-        if params is None:
-            return False
-        return bool(
-            params.repetition_penalty != 1.0
-            or params.presence_penalty != 0.0
-            or params.frequency_penalty != 0.0
-            or params.bad_words
-            or params.structured_outputs is not None
-            or params.thinking_token_budget is not None
-            or self.has_custom_processors
-        )
+            as_chain[slot] = bool(chain_reasons(request.sampling_params, self.has_custom_processors))
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         # Whatever this step is, a tree of the last one must not leak into it.

@@ -1,13 +1,14 @@
 """Accept: one token per verify row from vLLM's own sampler, then the walk."""
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import SpeculativeConfig
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
-from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     RejectionSampler,
     _iter_request_chunks,
@@ -15,7 +16,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 )
 
 from vllm_dartree.engine.state import TreeState, TreeStep
-from vllm_dartree.tree import walk
+from vllm_dartree.tree import Accepted, walk
 
 
 class TreeSampler(RejectionSampler):
@@ -41,77 +42,100 @@ class TreeSampler(RejectionSampler):
         step = self.state.step
         assert step is not None, "a batch with drafts was sampled without its trees"
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
-        want_logprobs = self.sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np)
-        keep_processed = want_logprobs != NO_LOGPROBS and self.sampler.logprobs_mode.startswith("processed")
-        sampled, processed = self._sample_rows(logits, input_batch, keep_processed)
-
         drafted = input_batch.input_ids[step.tokens].long()
         if invalid_drafts is not None:
             drafted = drafted.masked_fill(invalid_drafts, -1)
-        accepted = walk(
-            step.padded(drafted)[:, 1:],
-            step.parents,
-            step.topology,
-            step.padded(sampled.long()),
-            self.state.max_depth,
-            step.num_nodes,
-        )
-        step.accepted = accepted
+        cumulative = input_batch.cu_num_logits_np
+        accepted: list[Accepted] = []
+        logprobs: list[LogprobsTensors] = []
+        # Chunks as in vLLM's own rejection sampler, to bound the float32 copies of the logits.
+        for start, end in _iter_request_chunks(cumulative, get_max_chunk_logits(logits.shape[1])):
+            rows = slice(int(cumulative[start]), int(cumulative[end]))
+            part = step.part(slice(start, end), rows)
+            sampled, processed = self._sample_rows(logits[rows], input_batch, start, end, rows)
+            part.accepted = walk(
+                part.padded(drafted[rows])[:, 1:],
+                part.parents,
+                part.topology,
+                part.padded(sampled.long()),
+                self.state.max_depth,
+                part.num_nodes,
+            )
+            accepted.append(part.accepted)
+            scored = processed if self.sampler.logprobs_mode.startswith("processed") else logits[rows]
+            logprobs += self._path_logprobs(scored, part, input_batch, start, end)
+            del processed, scored
+        step.accepted = Accepted.cat(accepted)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
-            (accepted.num_accepted + 1).to(input_batch.seq_lens.dtype),
+            (step.accepted.num_accepted + 1).to(input_batch.seq_lens.dtype),
             input_batch.seq_lens,
             input_batch.cu_num_logits,
             input_batch.idx_mapping,
             self.sampler.req_states.prefill_len.gpu,
         )
-        logprobs = None
-        if want_logprobs != NO_LOGPROBS:
-            scored = logits if processed is None else processed
-            logprobs = self._path_logprobs(scored, step, input_batch, num_sampled, want_logprobs)
         return SamplerOutput(
-            sampled_token_ids=accepted.tokens,
-            logprobs_tensors=logprobs,
+            sampled_token_ids=step.accepted.tokens,
+            logprobs_tensors=_cat_logprobs(logprobs),
             num_nans=num_nans,
             num_sampled=num_sampled,
             num_rejected=num_rejected,
         )
 
     def _sample_rows(
-        self, logits: Tensor, input_batch: InputBatch, keep_processed: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """One token per row ``[N]``; and the processed logits ``[N, V]`` if they are to be kept."""
-        positions = input_batch.positions[input_batch.logits_indices]
-        input_ids = input_batch.input_ids[input_batch.logits_indices]
-        cumulative = input_batch.cu_num_logits_np
-        sampled, processed = [], []
-        # Chunks as in vLLM's own rejection sampler, to bound the float32 copy of the logits.
-        for start, end in _iter_request_chunks(cumulative, get_max_chunk_logits(logits.shape[1])):
-            rows = slice(int(cumulative[start]), int(cumulative[end]))
-            tokens, chunk = self.sampler.sample(
-                logits[rows],
-                input_batch.expanded_idx_mapping[rows],
-                input_batch.idx_mapping[start:end],
-                input_batch.idx_mapping_np[start:end],
-                positions[rows],
-                input_ids[rows],
-                input_batch.expanded_local_pos[rows],
-                input_batch.seq_lens_cpu_upper_bound.numpy()[start:end],
-                return_logprobs=keep_processed,
-            )
-            sampled.append(tokens)
-            if keep_processed:
-                processed.append(chunk)
-        return torch.cat(sampled), torch.cat(processed) if keep_processed else None
+        self, logits: Tensor, input_batch: InputBatch, start: int, end: int, rows: slice
+    ) -> tuple[Tensor, Tensor]:
+        """One token per row ``[N]``, and the processed logits ``[N, V]``, of the requests from ``start`` to ``end``."""
+        dims = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np)
+        tokens = input_batch.logits_indices[rows]
+        return self.sampler.sample(
+            logits,
+            input_batch.expanded_idx_mapping[rows],
+            input_batch.idx_mapping[start:end],
+            input_batch.idx_mapping_np[start:end],
+            input_batch.positions[tokens],
+            input_batch.input_ids[tokens],
+            input_batch.expanded_local_pos[rows],
+            input_batch.seq_lens_cpu_upper_bound.numpy()[start:end],
+            return_logprobs=dims is not None,
+        )
 
     def _path_logprobs(
-        self, logits: Tensor, step: TreeStep, input_batch: InputBatch, num_sampled: Tensor, max_num_logprobs: int
-    ) -> LogprobsTensors | None:
-        """vLLM reads the logprobs of emitted token ``d`` from row ``d``: puts the rows of the path there."""
-        return self._get_logprobs_tensors(
-            step.accepted.tokens,
-            num_sampled,
-            logits[step.in_path_order()],
-            input_batch.cu_num_logits,
-            input_batch.cu_num_logits_np,
-            max_num_logprobs,
-        )
+        self, logits: Tensor, part: TreeStep, input_batch: InputBatch, start: int, end: int
+    ) -> list[LogprobsTensors]:
+        """The logprobs of the emitted tokens, from the rows of the path; empty if no request asks for any.
+
+        vLLM reads those of a request from its first rows. It is given as many rows as a path can have, and not those of
+        all nodes.
+        """
+        dims = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np)
+        if dims is None:
+            return []
+        num_logprobs, max_per_req_token_ids = dims
+        # On the host as on the device: how many rows a request has is known to both.
+        num_rows = np.minimum(np.diff(input_batch.cu_num_logits_np[start : end + 1]), self.state.max_depth + 1)
+        cumulative = np.concatenate([[0], np.cumsum(num_rows)])
+        requests, depths = part.path_rows(int(cumulative[-1]))
+        path, emitted = part.accepted.path[requests, depths], part.accepted.tokens[requests, depths]
+        rows = part.first_rows[requests] + path.clamp(min=0)  # rows past the end of a path are never read
+        return [
+            compute_topk_scores(
+                logits[rows],
+                num_logprobs,
+                emitted.clamp(min=0),
+                cumulative.tolist(),
+                logprob_token_ids_state=self.sampler.logprob_token_ids_state,
+                expanded_idx_mapping=input_batch.idx_mapping[start:end][requests],
+                max_per_req_token_ids=max_per_req_token_ids,
+                logits_mode=self.sampler.logprobs_mode.endswith("logits"),
+            )
+        ]
+
+
+def _cat_logprobs(parts: list[LogprobsTensors]) -> LogprobsTensors | None:
+    """The logprobs of all chunks; each counts its rows from 0."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    cumulative = [0]
+    for part in parts:
+        cumulative += [cumulative[-1] + count for count in part.cu_num_generated_tokens[1:]]
+    return LogprobsTensors.cat(parts, cu_num_generated_tokens=cumulative)

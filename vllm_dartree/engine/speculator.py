@@ -1,6 +1,7 @@
 """Propose: commit what the target accepted, run the drafter, grow the next trees."""
 
 import copy
+import logging
 from typing import Any
 
 import torch
@@ -13,8 +14,11 @@ from vllm.v1.worker.gpu.spec_decode.dflash.utils import load_dflash_model
 
 from vllm_dartree.config import DartreeSpeculativeConfig
 from vllm_dartree.engine.commit import CachedLayer, commit_rows
+from vllm_dartree.engine.debug import describe_round
 from vllm_dartree.engine.state import TreeState
 from vllm_dartree.tree import DraftBlock, draft_block, expand, prune
+
+logger = logging.getLogger("vllm.dartree")
 
 
 class DartreeSpeculator(DFlashSpeculator):
@@ -94,6 +98,8 @@ class DartreeSpeculator(DFlashSpeculator):
     ) -> Tensor:
         step = self.trees.step
         if step is not None and step.accepted is not None:
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("%s", describe_round(step, input_batch.input_ids))
             # Before the drafter's slots overwrite the shared slot-mapping buffer.
             aux_hidden_states = commit_rows(
                 step, self.cached_layers, slot_mappings, input_batch.positions, aux_hidden_states

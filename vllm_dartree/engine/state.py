@@ -1,6 +1,6 @@
 """The trees on the device: what propose writes, and what the next step's verify, accept and commit read."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,6 +32,35 @@ class TreeStep:
         padded = values.new_zeros(*self.parents.shape, *values.shape[1:])
         padded[self.requests, self.rows] = values
         return padded
+
+    def part(self, requests: slice, rows: slice) -> "TreeStep":
+        """The step of some of the requests, whose verify rows are ``rows`` of this one's."""
+        if rows.start == 0 and rows.stop == self.tokens.shape[0]:
+            return self
+        return replace(
+            self,
+            tokens=self.tokens[rows],
+            requests=self.requests[rows] - requests.start,
+            rows=self.rows[rows],
+            first_rows=self.first_rows[requests] - rows.start,
+            roots=self.roots[requests],
+            num_nodes=self.num_nodes[requests],
+            parents=self.parents[requests],
+            topology=Topology(self.topology.depths[requests], self.topology.ancestors[requests]),
+        )
+
+    def path_rows(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Of each request as many rows as it has, but no more than a path can have: ``num_rows`` together.
+
+        Returns:
+            The request and the depth of each row, both ``[num_rows]`` int64.
+        """
+        counts = self.first_rows.diff(append=self.first_rows.new_full((1,), self.tokens.shape[0]))
+        counts = counts.clamp(max=self.accepted.path.shape[1])
+        places = torch.arange(counts.shape[0], device=counts.device)
+        requests = torch.repeat_interleave(places, counts, output_size=num_rows)
+        depths = torch.arange(num_rows, device=counts.device) - (counts.cumsum(0) - counts)[requests]
+        return requests, depths
 
     def in_path_order(self) -> Tensor:
         """``[N]`` int64: for row ``d`` of a request, which row was accepted at depth ``d``; itself past the path."""

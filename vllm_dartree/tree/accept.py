@@ -1,6 +1,7 @@
 """The walk along the target's own choices (METHOD section 2, step 6)."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -15,6 +16,13 @@ class Accepted:
     path: Tensor  # [R, D + 1] int64: rows by depth, first the anchor's 0; -1 past the end
     tokens: Tensor  # [R, D + 1] int64: the target's token of each row on the path; -1 past the end
     num_accepted: Tensor  # [R] int64: accepted nodes; one token more is emitted
+
+    @classmethod
+    def cat(cls, parts: Sequence["Accepted"]) -> "Accepted":
+        """The requests of all parts."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
 
 def walk(
