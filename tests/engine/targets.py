@@ -33,6 +33,14 @@ def noise(like: Tensor, scale: float, generator: torch.Generator) -> Tensor:
     return torch.randn(like.shape, generator=generator) * like.std() * scale
 
 
+def noisy(folder: Path) -> str:
+    """Every weight a little off, the embedding too."""
+    config, tensors = bundled()
+    generator = torch.Generator().manual_seed(4)
+    matrices = {name: weight + noise(weight, 0.1, generator) for name, weight in tensors.items() if weight.dim() > 1}
+    return write(folder, config, tensors | matrices)
+
+
 def untied(folder: Path) -> str:
     """The LM head is not the embedding."""
     config, tensors = bundled()

@@ -1,11 +1,13 @@
 """Drafters whose checkpoint is broken are refused by the name of the tensor; broken drafts cost speed alone."""
 
+import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from engine.engines import dartree, engine, run, runner, tokens
+from engine.engines import counted, dartree, engine, run, runner, tokens
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
@@ -15,7 +17,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=16)
 BACKBONE, HEAD = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
-def _edited(folder: str, shard: str, edit) -> str:
+Tensors = dict[str, torch.Tensor]
+
+
+def _edited(folder: str, shard: str, edit: Callable[[Tensors], object]) -> str:
+    """Changes the tensors of a shard, and the index with them."""
     file = Path(folder) / shard
     content = load_file(file)
     edit(content)
@@ -28,22 +34,19 @@ def _edited(folder: str, shard: str, edit) -> str:
     return folder
 
 
-def _fill(name, value):
-    def edit(content):
-        content[name].view(-1)[7] = value
-
-    return edit
+def _fill(name: str, value: float) -> Callable[[Tensors], object]:
+    return lambda content: content[name].view(-1)[7:8].fill_(value)
 
 
-def _drop(name):
+def _drop(name: str) -> Callable[[Tensors], object]:
     return lambda content: content.pop(name)
 
 
-def _add(name):
+def _add(name: str) -> Callable[[Tensors], object]:
     return lambda content: content.update({name: torch.ones(3)})
 
 
-def _cut(name):
+def _cut(name: str) -> Callable[[Tensors], object]:
     return lambda content: content.update({name: content[name][:-1].contiguous()})
 
 
@@ -80,5 +83,28 @@ def test_a_checkpoint_that_is_cut_off_is_refused(drafter_with):
         engine(dartree(model=str(folder)))
 
 
-def test_an_engine_starts_after_refusals(prompts):
-    print(tokens(run(engine(), prompts[:2], GREEDY)))
+@pytest.mark.parametrize("poison", [NAN, INFINITY])
+def test_broken_logits_of_the_drafter_cost_acceptance_alone(prompts, monkeypatch, poison):
+    trees = engine(dartree())
+    drafter, rounds = runner(trees).speculator.model, itertools.count()
+    native = drafter.compute_logits
+    with counted(trees) as sound:
+        expected = tokens(run(trees, prompts[:3], GREEDY))
+    assert expected == tokens(run(engine(), prompts[:3], GREEDY))
+
+    def broken(hidden):
+        logits = native(hidden)
+        if next(rounds) % 2:
+            logits[::15] = poison  # the first slot of every request
+        else:
+            logits[4::15, 7:9] = poison  # two tokens of a later one
+        return logits
+
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter, "compute_logits", broken)
+        with counted(trees) as drafts:
+            assert tokens(run(trees, prompts[:3], GREEDY)) == expected
+    assert drafts.tau < sound.tau
+    with counted(trees) as drafts:
+        assert tokens(run(trees, prompts[:3], GREEDY)) == expected
+    assert drafts == sound

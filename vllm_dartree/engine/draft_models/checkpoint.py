@@ -81,4 +81,6 @@ def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
             wanted = list(shapes[name])
             problems.append(f"'{name}' of shape {list(tensors[name].shape)} where its config.json needs {wanted}")
     if problems:
-        raise DrafterTensorError(f"the drafter '{checkpoint}' does not fit its config.json: it has {'; '.join(problems)}")
+        raise DrafterTensorError(
+            f"the drafter '{checkpoint}' does not fit its config.json: it has {'; '.join(problems)}"
+        )
