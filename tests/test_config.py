@@ -477,9 +477,27 @@ def test_what_only_the_finished_config_tells_is_refused(monkeypatch):
         patch.setattr(config.cache_config, "cache_dtype", "fp8_e4m3")
         with pytest.raises(DartreeConfigError, match="a quantised KV cache"):
             check_supported(config)
+    with monkeypatch.context() as patch:
+        patch.setattr(config.speculative_config, "method", "suffix")
+        with pytest.raises(DartreeConfigError, match="V1 model runner, since V2 has no speculative method 'suffix'"):
+            check_supported(config)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     with pytest.raises(DartreeConfigError, match="VLLM_USE_V2_MODEL_RUNNER is 0"):
         check_supported(config)
+
+
+def test_other_platforms_and_a_gpu_without_triton_are_refused(monkeypatch):
+    import vllm.triton_utils
+    from vllm.platforms import current_platform
+
+    from vllm_dartree.config import DartreeConfigError, _check_runner, worker_class
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    with pytest.raises(DartreeConfigError, match="runs on NVIDIA GPUs and, for tests, on CPUs"):
+        worker_class()
+    monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", False)
+    with pytest.raises(DartreeConfigError, match="vLLM finds no working Triton"):
+        _check_runner()
 
 
 def test_other_methods_are_not_checked():

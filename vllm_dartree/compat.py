@@ -304,6 +304,12 @@ SEAMS = (
     Seam("vllm.model_executor.models.qwen3_dflash", "DFlashQwen3ForCausalLM.load_weights", ("weights",), closed=True),
     Seam("vllm.model_executor.models.qwen3_dflash", "DFlashQwen3Model", members=("layers",)),
     Seam("vllm.model_executor.models.qwen3_dflash", "DFlashQwen3Model._normalize_context_k", ("all_k",), closed=True),
+    Seam(
+        "vllm.model_executor.models.qwen3_dflash",
+        "DFlashQwen3Model._build_context_kv_buffers",
+        ("layers_attn", "has_bias"),
+        closed=True,
+    ),
     # Verify: engine/attention.py, engine/kv_layout.py.
     Seam(
         "vllm.model_executor.layers.attention",

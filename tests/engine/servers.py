@@ -30,9 +30,11 @@ class Server:
     process: subprocess.Popen
 
     def metric(self, name: str) -> float:
-        """The sum of a metric over its labels."""
+        """The sum of a metric over its labels, or over those that begin as given: ``name{label="value"``."""
         lines = requests.get(f"{self.url}/metrics", timeout=60).text.splitlines()
-        values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} "))]
+        values = [
+            float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ", f"{name},"))
+        ]
         assert values, f"the server has no metric {name}"
         return sum(values)
 

@@ -33,20 +33,13 @@ def noise(like: Tensor, scale: float, generator: torch.Generator) -> Tensor:
     return torch.randn(like.shape, generator=generator) * like.std() * scale
 
 
-def noisy(folder: Path) -> str:
-    """Every weight a little off, the embedding too."""
+def untied(folder: Path, seed: int = 1) -> str:
+    """The LM head is not the embedding, and every weight is a little off."""
     config, tensors = bundled()
-    generator = torch.Generator().manual_seed(4)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    generator = torch.Generator().manual_seed(seed)
     matrices = {name: weight + noise(weight, 0.1, generator) for name, weight in tensors.items() if weight.dim() > 1}
-    return write(folder, config, tensors | matrices)
-
-
-def untied(folder: Path) -> str:
-    """The LM head is not the embedding."""
-    config, tensors = bundled()
-    embedding = tensors["model.embed_tokens.weight"]
-    tensors["lm_head.weight"] = embedding + noise(embedding, 0.2, torch.Generator().manual_seed(1))
-    return write(folder, config | {"tie_word_embeddings": False}, tensors)
+    return write(folder, config | {"tie_word_embeddings": False}, tensors | matrices)
 
 
 def moe(folder: Path, num_experts: int = 4) -> str:

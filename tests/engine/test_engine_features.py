@@ -3,6 +3,7 @@
 from contextlib import contextmanager
 
 import pytest
+import torch
 from engine import targets
 from engine.engines import counted, dartree, engine, metric, run, runner, tokens
 from PIL import Image
@@ -11,8 +12,11 @@ from vllm.distributed import parallel_state
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer, Qwen3Model
 from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backend import AttentionType
 
 from vllm_dartree.assets import TARGET
+from vllm_dartree.config import DartreeConfigError
+from vllm_dartree.engine.attention import _use_triton, install_tree_attention
 from vllm_dartree.engine.state import TreeState, TreeStep
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -132,25 +136,23 @@ def test_asynchronous_scheduling(prompts, monkeypatch):
 
 
 def test_reloaded_weights(prompts, folder):
-    plain, trees = engine(), engine(dartree())
-    noisy = targets.noisy(folder / "noisy")
-    seen = []
+    # On a CPU vLLM's reload leaves a tied head as it was, so this is for one that is not.
+    before, after = targets.untied(folder / "untied"), targets.untied(folder / "untied2", seed=2)
+    plain, trees, fresh = engine(model=before), engine(dartree(), model=before), engine(dartree(), model=after)
+    expected = tokens(run(plain, prompts[:2], GREEDY))
+    with counted(fresh) as wanted:
+        reloaded = tokens(run(fresh, prompts[:2], GREEDY))
+    assert reloaded != expected
     for llm in (plain, trees):
-        for path in (noisy, str(TARGET)):
-            llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
-            seen.append(tokens(run(llm, prompts[:2], GREEDY)))
-    assert seen[:2] == seen[2:]
-    assert seen[0] != seen[1]
-    # The drafter shares the target's embedding and LM head, and they are the new ones.
-    fresh = engine(dartree(), model=noisy)
-    rounds = []
-    trees.collective_rpc("reload_weights", kwargs={"weights_path": noisy})
-    for llm in (trees, fresh):
-        with counted(llm) as drafts:
-            run(llm, prompts[:2], GREEDY)
-        rounds.append(drafts)
-    trees.collective_rpc("reload_weights", kwargs={"weights_path": str(TARGET)})
-    assert rounds[0] == rounds[1]
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": after})
+    assert tokens(run(plain, prompts[:2], GREEDY)) == reloaded
+    # The drafter shares the target's embedding and head, and they are the new ones.
+    with counted(trees) as drafts:
+        assert tokens(run(trees, prompts[:2], GREEDY)) == reloaded
+    assert drafts == wanted
+    for llm in (plain, trees):
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": before})
+    assert tokens(run(trees, prompts[:2], GREEDY)) == expected
 
 
 def test_dummy_weights(prompts):
@@ -241,3 +243,41 @@ def test_adapters_beside_the_base(prompts, folder):
     assert drafts.accepted > drafts.rounds
     base = tokens(run(engine(), prompts[:5], params))
     assert [one == other for one, other in zip(expected, base, strict=True)][2:] == [False, False, True]
+
+
+# --- Refused by what only a loaded layer tells -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "words"),
+    [
+        ("layer", "kv_sharing_target_layer_name", "model.layers.0.self_attn.attn", "cross-layer KV sharing"),
+        ("layer", "kv_cache_dtype", "fp8", "a quantised KV cache"),
+        ("layer", "head_size_v", 16, "values of another size than its keys"),
+        ("layer", "attn_type", AttentionType.ENCODER_ONLY, "attention of type"),
+        ("impl", "sinks", torch.zeros(6), "attention sinks"),
+        ("impl", "alibi_slopes", torch.zeros(6), "ALiBi"),
+        ("impl", "chunk_lookback", 1, "chunked local attention"),
+        ("backend", "forward_includes_kv_cache_update", True, "a backend that writes its cache within forward"),
+        (
+            "backend",
+            "get_name",
+            staticmethod(lambda: "FLEX_ATTENTION"),
+            "FLEX_ATTENTION, on which method 'dartree' can",
+        ),
+    ],
+)
+def test_layers_that_trees_cannot_verify_are_refused(monkeypatch, owner, name, value, words):
+    trees = runner(engine(dartree()))
+    speculator = trees.speculator
+    layer = speculator.cached_layers[0].attention
+    owner = {"layer": layer, "impl": layer.impl, "backend": layer.attn_backend}[owner]
+    monkeypatch.setattr(owner, name, value, raising=False)
+    with pytest.raises(DartreeConfigError, match=words):
+        install_tree_attention(trees.vllm_config, speculator.draft_attn_layer_names, speculator.trees)
+
+
+def test_kernels_that_there_are_not_are_refused(monkeypatch):
+    monkeypatch.setenv("DARTREE_KERNELS", "cuda")
+    with pytest.raises(DartreeConfigError, match="DARTREE_KERNELS is 'cuda'; it must be 'triton' or 'torch'"):
+        _use_triton(torch.device("cpu"))

@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import openai
 import pytest
 from engine.engines import counted, dartree, engine, run, tokens
-from engine.servers import child_processes
+from engine.servers import child_processes, server
 from vllm import SamplingParams
 
 from vllm_dartree.assets import TARGET
@@ -90,3 +92,19 @@ def test_the_plugin_changes_nothing_for_vllms_own_dflash(prompts, tmp_path, draf
     assert (without.pop("with_plugin"), with_plugin.pop("with_plugin")) == (False, True)
     assert with_plugin == without
     assert with_plugin["counters"]["vllm:spec_decode_num_accepted_tokens"] > 0
+
+
+def test_data_parallel_gives_the_same_tokens(prompts):
+    params = SamplingParams(temperature=0, max_tokens=24)
+    expected = tokens(run(engine(), prompts[:6], params))
+    with server(dartree(), "--data-parallel-size", "2", VLLM_CPU_OMP_THREADS_BIND="0|1") as served:
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=300)
+
+        def complete(prompt: list[int]) -> list[int]:
+            ask = {"model": "tiny", "prompt": prompt, "max_tokens": 24, "temperature": 0}
+            return client.completions.create(**ask, extra_body={"return_token_ids": True}).choices[0].token_ids
+
+        with ThreadPoolExecutor(6) as pool:
+            assert list(pool.map(complete, prompts[:6])) == expected
+        for rank in (0, 1):
+            assert served.metric(f'vllm:spec_decode_num_accepted_tokens_total{{engine="{rank}"') > 0

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
 from vllm.platforms import current_platform
@@ -25,6 +25,12 @@ class DartreeBlockModel(DFlashQwen3Model):
         # row for all of them, which ruins the drafts of every drafter with more than one layer.
         norms = [layer.self_attn.k_norm for layer in self.layers]
         return torch.stack([norm.forward_native(keys) for norm, keys in zip(norms, all_k, strict=True)])
+
+    def _build_context_kv_buffers(self, layers_attn: list[nn.Module], has_bias: bool) -> None:
+        super()._build_context_kv_buffers(layers_attn, has_bias)
+        if self._fused_kv_weight is not None and self._fused_kv_weight.numel() == 0:
+            # Dummy weights do not pass through `load_weights`, which calls this, so that a CPU has packed them by now.
+            self._fused_kv_weight = None
 
 
 class DartreeBlockDrafter(DFlashQwen3ForCausalLM):
