@@ -72,8 +72,12 @@ SEAMS = (
             "watermark_config",
             "aux_output_config",
             "engram_config",
+            "attention_config",
         ),
     ),
+    Seam("vllm.config", "AttentionConfig", members=("backend", "backend_per_kind")),
+    Seam("vllm.model_executor.model_loader", "get_model_architecture", ("model_config",)),
+    Seam("vllm.model_executor.models.interfaces", "supports_eagle3", ("model",)),
     Seam(
         "vllm.config",
         "SpeculativeConfig",
@@ -90,6 +94,7 @@ SEAMS = (
             "max_num_new_slots_for_drafting",
         ),
     ),
+    Seam("vllm.config", "SpeculativeConfig.use_eagle_block_drop", (), closed=True),
     Seam("vllm.config", "SpeculativeConfig.update_arch_", ()),
     Seam("vllm.config.utils", "config"),
     Seam(
@@ -150,6 +155,7 @@ SEAMS = (
             "watermark_config",
             "aux_output_config",
             "engram_config",
+            "attention_config",
             "use_v2_model_runner",
             "num_lookahead_tokens",
         ),
@@ -200,6 +206,12 @@ SEAMS = (
             "device",
         ),
     ),
+    Seam(
+        f"{_V2}.model_runner",
+        "GPUModelRunner._set_active_loras",
+        ("prompt_lora_mapping", "token_lora_mapping", "lora_requests"),
+    ),
+    Seam("vllm.lora.request", "LoRARequest"),
     Seam("vllm.v1.core.sched.output", "SchedulerOutput", members=("scheduled_new_reqs", "num_scheduled_tokens")),
     Seam("vllm.v1.core.sched.output", "NewRequestData", members=("req_id", "sampling_params")),
     Seam(f"{_V2}.states", "RequestState", members=("req_id_to_index", "prefill_len")),
@@ -294,6 +306,12 @@ SEAMS = (
     Seam("vllm.model_executor.models.qwen3_dflash", "DFlashQwen3ForCausalLM.load_weights", ("weights",), closed=True),
     Seam("vllm.model_executor.models.qwen3_dflash", "DFlashQwen3Model", members=("layers",)),
     Seam("vllm.model_executor.models.qwen3_dflash", "DFlashQwen3Model._normalize_context_k", ("all_k",), closed=True),
+    Seam(
+        "vllm.model_executor.models.qwen3_dflash",
+        "DFlashQwen3Model._build_context_kv_buffers",
+        ("layers_attn", "has_bias"),
+        closed=True,
+    ),
     # Verify: engine/attention.py, engine/kv_layout.py.
     Seam(
         "vllm.model_executor.layers.attention",

@@ -59,6 +59,9 @@ INTERNAL_KEYS = ("target_model_config", "target_parallel_config", "draft_model_c
 DRAFTER_ARCHITECTURE = "DartreeBlockDrafter"
 # Of the checkpoints of plain DFlash, and of Domino, which come under either.
 ARCHITECTURES = ("DFlashDraftModel", "DominoDraftModel")
+# Attention backends whose cache is vLLM's paged one with a slot's key and value side by side, and the CPU's.
+PAGED_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
+BACKENDS = (*PAGED_BACKENDS, "CPU_ATTN")
 # For these kinds of RoPE a larger ``max_position_embeddings`` only makes vLLM's table of angles longer.
 PLAIN_ROPE = ("default", "linear", "llama3", "ntk", "proportional")
 
@@ -107,6 +110,14 @@ class DartreeSpeculativeConfig(SpeculativeConfig):
         that the request owns.
         """
         return self.drafter.num_query_rows
+
+    def use_eagle_block_drop(self) -> bool:
+        """Whether a hit in the prefix cache gives back its last block, so that the drafter sees it computed again.
+
+        EAGLE's drafters need that, since their KV depends on the next token; a block drafter's depends on the target's
+        features alone, and vLLM 0.33 says so for dflash too.
+        """
+        return False
 
 
 def given_keys(args: EngineArgs) -> dict[str, Any]:
@@ -407,6 +418,20 @@ def _larger_than_one(size: int) -> int:
     return size if size > 1 else 0
 
 
+def _other_backends(config: Any) -> str:
+    """The attention backends that the user asks for and that cannot verify trees."""
+    asked = config.attention_config
+    names = [backend.name for backend in (asked.backend, *asked.backend_per_kind.values()) if backend is not None]
+    return ", ".join(name for name in names if name not in BACKENDS)
+
+
+def _checkpoint_kv_scheme(config: Any) -> Any:
+    """What the target's checkpoint asks for; vLLM follows it where the user asks for nothing."""
+    if config.cache_config.cache_dtype != "auto":
+        return None
+    return (getattr(config.model_config.hf_config, "quantization_config", None) or {}).get("kv_cache_scheme")
+
+
 _TREE_ATTENTION = "the attention over a tree does not compute it"
 _OTHER_TARGET = "use another target, or serve this one without method 'dartree'"
 UNSUPPORTED = (
@@ -457,6 +482,18 @@ UNSUPPORTED = (
         ),
         _TREE_ATTENTION,
         "set it to auto",
+    ),
+    Feature(
+        "a checkpoint with a quantised KV cache (kv_cache_scheme)",
+        _checkpoint_kv_scheme,
+        _TREE_ATTENTION,
+        "set kv_cache_dtype to the model's own type, e.g. bfloat16",
+    ),
+    Feature(
+        "an attention backend of the user's choice (attention_backend)",
+        _other_backends,
+        "it is not known how its cache is laid out",
+        f"choose one of {', '.join(BACKENDS)}, or leave it out",
     ),
     Feature(
         "fast prefill with shared KV (kv_sharing_fast_prefill)",
@@ -531,8 +568,8 @@ UNSUPPORTED = (
         _OTHER_TARGET,
     ),
     Feature(
-        "a target with chunked local attention (attention_chunk_size)",
-        lambda c: c.model_config.attention_chunk_size,
+        "a target with chunked local attention (attention_chunk_size, layer_types)",
+        lambda c: c.model_config.attention_chunk_size or "chunked_attention" in (_text(c, "layer_types") or ()),
         _TREE_ATTENTION,
         _OTHER_TARGET,
     ),
@@ -597,6 +634,7 @@ def _early_view(args: EngineArgs, model: ModelConfig, parallel: ParallelConfig) 
             kv_sharing_fast_prefill=args.kv_sharing_fast_prefill,
             kv_offloading_size=args.kv_offloading_size,
         ),
+        attention_config=args.attention_config,
         kv_transfer_config=args.kv_transfer_config,
         watermark_config=args.watermark_config,
         aux_output_config=args.aux_output_config,
@@ -645,3 +683,20 @@ def check_supported(vllm_config: VllmConfig) -> None:
             "leave that out"
         )
     _check_features(vllm_config)
+
+
+def check_target_class(vllm_config: VllmConfig) -> None:
+    """Refuses a target whose class in vLLM does not hand out hidden states; only a worker may import the class.
+
+    Raises:
+        DartreeConfigError: naming the class.
+    """
+    from vllm.model_executor.model_loader import get_model_architecture
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    target, name = get_model_architecture(vllm_config.model_config)
+    if not supports_eagle3(target):
+        raise DartreeConfigError(
+            f"method 'dartree' does not work with the target's architecture {name}: its drafters read hidden states of "
+            f"the target's layers, which vLLM's {target.__name__} does not hand out (SupportsEagle3); {_OTHER_TARGET}"
+        )

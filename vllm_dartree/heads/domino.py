@@ -47,6 +47,19 @@ class DominoHead(CorrectionHead):
         self.hidden_projection, self.state_projection = projection.split([hidden_size, state_size], dim=1)
         self.output_weight = take(tensors, "embed_proj.2.weight", (None, emb_dim))
 
+    @staticmethod
+    def shapes(spec: DrafterSpec, hidden_size: int, vocab_size: int, has_bias: bool) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors that a checkpoint has for it."""
+        state_size, emb_dim = spec.gru_hidden_dim, spec.emb_dim
+        biases = {"prefix_gru.bias_ih_l0": (3 * state_size,), "prefix_gru.bias_hh_l0": (3 * state_size,)}
+        return {
+            "prefix_gru.weight_ih_l0": (3 * state_size, hidden_size),
+            "prefix_gru.weight_hh_l0": (3 * state_size, state_size),
+            **(biases if has_bias else {}),
+            "embed_proj.0.weight": (emb_dim, hidden_size + state_size),
+            "embed_proj.2.weight": (vocab_size, emb_dim),
+        }
+
     def _gru(self, tokens: Tensor, state: Tensor) -> Tensor:
         # The plain cell: the fused GRU of cuDNN would repack its weights at every single step.
         inputs = self.embed(tokens).flatten(0, 1)
