@@ -104,6 +104,20 @@ def test_all_keys():
     assert speculative.num_speculative_tokens == 24
 
 
+def test_a_budget_by_load():
+    speculative = engine_args({"num_speculative_tokens": 16, "tree_budget": "auto"}).create_engine_config()
+    speculative = speculative.speculative_config
+    assert speculative.auto_budget
+    assert speculative.num_speculative_tokens_per_batch_size == [(1, 1, 16), (2, 2, 8), (3, 3, 4), (4, 4, 0)]
+    assert not engine_args({"tree_budget": "fixed"}).create_engine_config().speculative_config.auto_budget
+    message = refusal({"tree_budget": "large"})
+    assert "tree_budget is 'large'; it must be one of 'fixed', 'auto'" in message
+    message = refusal({"tree_budget": "auto", "num_speculative_tokens_per_batch_size": [(1, 8, 16)]})
+    assert "num_speculative_tokens_per_batch_size is given too" in message
+    message = refusal({"tree_budget": "auto"}, data_parallel_size=2)
+    assert "data_parallel_size is 2" in message
+
+
 def test_default_penalties_of_the_model_are_told(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     engine_args(override_generation_config={"repetition_penalty": 1.05}).create_engine_config()
@@ -354,6 +368,12 @@ DEEPSEEK = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 32,
 }
+FP8_CACHE = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {},
+    "kv_cache_scheme": {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False},
+}
 FEATURES = {
     "pipeline parallelism": {"pipeline_parallel_size": 2},
     "prefill context parallelism": {"prefill_context_parallel_size": 2},
@@ -362,6 +382,8 @@ FEATURES = {
     "batch-sharded sampling": {"enable_batch_sharded_sampling": True},
     "a KV connector": {"kv_offloading_size": 1.0},
     "a quantised KV cache": {"kv_cache_dtype": "fp8"},
+    "a checkpoint with a quantised KV cache": overridden(quantization_config=FP8_CACHE),
+    "an attention backend of the user's choice": {"attention_config": {"backend": "FLEX_ATTENTION"}},
     "fast prefill with shared KV": {"kv_sharing_fast_prefill": True},
     "watermarking": {"watermark_config": {}},
     "trace replay": {"enable_trace_replay": True},
@@ -403,6 +425,43 @@ def test_every_unsupported_feature_is_tested():
         assert any(feature.name.startswith(name) for name in FEATURES), feature.name
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"attention_backend": "FLEX_ATTENTION"}, "which is 'FLEX_ATTENTION' here"),
+        ({"attention_config": {"backend_per_kind": {"sliding_window": "FLEX_ATTENTION"}}}, "choose one of FLASH_ATTN"),
+        (overridden(layer_types=["chunked_attention"] * 5), "a target with chunked local attention"),
+        (overridden(add_full_attention_sink_bias=True), "a target with attention sinks"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "a quantised KV cache (kv_cache_dtype), which is 'fp8_e5m2' here"),
+        ({"ubatch_size": 2}, "dual-batch overlap"),
+    ],
+)
+def test_other_ways_to_ask_for_them_are_refused(settings, words):
+    assert words in refusal(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"attention_backend": "FLASHINFER"},
+        {"kv_cache_dtype": "bfloat16", **overridden(quantization_config=FP8_CACHE)},
+        {"ubatch_size": 0},
+    ],
+)
+def test_what_looks_like_them_is_let_through(settings):
+    assert engine_args(**settings).create_engine_config().speculative_config.tree.budget == 64
+
+
+def test_a_target_that_hands_out_no_hidden_states_is_refused(changed):
+    from vllm_dartree.config import DartreeConfigError, check_target_class
+
+    check_target_class(engine_args().create_engine_config())
+    gemma = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "query_pre_attn_scalar": 32}
+    config = engine_args(model=changed(TARGET, **gemma)).create_engine_config()
+    with pytest.raises(DartreeConfigError, match="architecture Gemma2ForCausalLM: its drafters read hidden states"):
+        check_target_class(config)
+
+
 def test_the_v1_runner_is_refused(monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     assert refusal().startswith("VLLM_USE_V2_MODEL_RUNNER is 0")
@@ -432,9 +491,27 @@ def test_what_only_the_finished_config_tells_is_refused(monkeypatch):
         patch.setattr(config.cache_config, "cache_dtype", "fp8_e4m3")
         with pytest.raises(DartreeConfigError, match="a quantised KV cache"):
             check_supported(config)
+    with monkeypatch.context() as patch:
+        patch.setattr(config.speculative_config, "method", "suffix")
+        with pytest.raises(DartreeConfigError, match="V1 model runner, since V2 has no speculative method 'suffix'"):
+            check_supported(config)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     with pytest.raises(DartreeConfigError, match="VLLM_USE_V2_MODEL_RUNNER is 0"):
         check_supported(config)
+
+
+def test_other_platforms_and_a_gpu_without_triton_are_refused(monkeypatch):
+    import vllm.triton_utils
+    from vllm.platforms import current_platform
+
+    from vllm_dartree.config import DartreeConfigError, _check_runner, worker_class
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    with pytest.raises(DartreeConfigError, match="runs on NVIDIA GPUs and, for tests, on CPUs"):
+        worker_class()
+    monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", False)
+    with pytest.raises(DartreeConfigError, match="vLLM finds no working Triton"):
+        _check_runner()
 
 
 def test_other_methods_are_not_checked():

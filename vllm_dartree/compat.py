@@ -72,8 +72,12 @@ SEAMS = (
             "watermark_config",
             "aux_output_config",
             "engram_config",
+            "attention_config",
         ),
     ),
+    Seam("vllm.config", "AttentionConfig", members=("backend", "backend_per_kind")),
+    Seam("vllm.model_executor.model_loader", "get_model_architecture", ("model_config",)),
+    Seam("vllm.model_executor.models.interfaces", "supports_eagle3", ("model",)),
     Seam(
         "vllm.config",
         "SpeculativeConfig",
@@ -82,6 +86,7 @@ SEAMS = (
             "model",
             "num_speculative_tokens",
             "num_speculative_tokens_per_batch_size",
+            "uses_dynamic_speculative_decoding",
             "draft_model_config",
             "draft_sample_method",
             "rejection_sample_method",
@@ -89,6 +94,7 @@ SEAMS = (
             "max_num_new_slots_for_drafting",
         ),
     ),
+    Seam("vllm.config", "SpeculativeConfig.use_eagle_block_drop", (), closed=True),
     Seam("vllm.config", "SpeculativeConfig.update_arch_", ()),
     Seam("vllm.config.utils", "config"),
     Seam(
@@ -125,6 +131,7 @@ SEAMS = (
         members=(
             "worker_cls",
             "tensor_parallel_size",
+            "data_parallel_size",
             "pipeline_parallel_size",
             "prefill_context_parallel_size",
             "decode_context_parallel_size",
@@ -148,6 +155,7 @@ SEAMS = (
             "watermark_config",
             "aux_output_config",
             "engram_config",
+            "attention_config",
             "use_v2_model_runner",
             "num_lookahead_tokens",
         ),
@@ -208,7 +216,13 @@ SEAMS = (
             "device",
         ),
     ),
-    Seam("vllm.v1.core.sched.output", "SchedulerOutput", members=("scheduled_new_reqs",)),
+    Seam(
+        f"{_V2}.model_runner",
+        "GPUModelRunner._set_active_loras",
+        ("prompt_lora_mapping", "token_lora_mapping", "lora_requests"),
+    ),
+    Seam("vllm.lora.request", "LoRARequest"),
+    Seam("vllm.v1.core.sched.output", "SchedulerOutput", members=("scheduled_new_reqs", "num_scheduled_tokens")),
     Seam("vllm.v1.core.sched.output", "NewRequestData", members=("req_id", "sampling_params")),
     Seam(f"{_V2}.states", "RequestState", members=("req_id_to_index", "prefill_len")),
     Seam(
@@ -302,6 +316,12 @@ SEAMS = (
     Seam("vllm.model_executor.models.qwen3_dflash", "DFlashQwen3ForCausalLM.load_weights", ("weights",), closed=True),
     Seam("vllm.model_executor.models.qwen3_dflash", "DFlashQwen3Model", members=("layers",)),
     Seam("vllm.model_executor.models.qwen3_dflash", "DFlashQwen3Model._normalize_context_k", ("all_k",), closed=True),
+    Seam(
+        "vllm.model_executor.models.qwen3_dflash",
+        "DFlashQwen3Model._build_context_kv_buffers",
+        ("layers_attn", "has_bias"),
+        closed=True,
+    ),
     # Verify: engine/attention.py, engine/kv_layout.py.
     Seam(
         "vllm.model_executor.layers.attention",
@@ -463,6 +483,10 @@ SEAMS = (
         "SpecDecodingStats",
         members=("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos"),
     ),
+    # The budget by load: plugin.py, budget.py.
+    Seam("vllm.v1.core.sched.scheduler", "Scheduler", members=("dynamic_sd_lookup", "running")),
+    Seam("vllm.v1.core.sched.scheduler", "Scheduler.schedule"),
+    Seam("vllm.v1.core.sched.scheduler", "Scheduler.make_spec_decoding_stats"),
     # Emulation: emulation/.
     Seam("vllm.v1.sample.ops.topk_topp_sampler", "apply_top_k_top_p_triton", ("logits", "k", "p")),
     Seam("vllm.v1.sample.ops.topk_topp_sampler", "apply_top_k_top_p_pytorch", ("logits", "k", "p")),

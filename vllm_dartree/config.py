@@ -23,6 +23,7 @@ from vllm.config.utils import config
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
+from vllm_dartree.budget import batch_size_schedule
 from vllm_dartree.chains import default_penalties
 from vllm_dartree.heads import DrafterSpec
 from vllm_dartree.tree import TreeConfig, TreeConfigError
@@ -43,6 +44,8 @@ TREE_KEYS = {
     "tree_depth_bonus": "depth_bonus",
     "tree_variant": "variant",
 }
+# How the budget follows the load; not a knob of the tree, which is cut to it.
+BUDGET_KEY, BUDGET_MODES = "tree_budget", ("fixed", "auto")
 # Fields of EngineArgs that stand for a key: --spec-method, --spec-model, --spec-tokens.
 ALIASES = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 # Keys of the tree that a variant has no use for.
@@ -57,6 +60,9 @@ INTERNAL_KEYS = ("target_model_config", "target_parallel_config", "draft_model_c
 DRAFTER_ARCHITECTURE = "DartreeBlockDrafter"
 # Of the checkpoints of plain DFlash, and of Domino, which come under either.
 ARCHITECTURES = ("DFlashDraftModel", "DominoDraftModel")
+# Attention backends whose cache is vLLM's paged one with a slot's key and value side by side, and the CPU's.
+PAGED_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
+BACKENDS = (*PAGED_BACKENDS, "CPU_ATTN")
 # For these kinds of RoPE a larger ``max_position_embeddings`` only makes vLLM's table of angles longer.
 PLAIN_ROPE = ("default", "linear", "llama3", "ntk", "proportional")
 
@@ -80,6 +86,8 @@ class DartreeSpeculativeConfig(SpeculativeConfig):
     """The block and the head of the drafter, a ``DrafterSpec``."""
     has_custom_processors: bool = False
     """Whether the engine runs logits processors that are not vLLM's own, so that every request is a chain."""
+    auto_budget: bool = False
+    """Whether the scheduler chooses the budget by load, up to ``num_speculative_tokens``."""
 
     def __repr__(self) -> str:
         # As short as vLLM's own, which prints its whole config at start.
@@ -107,6 +115,14 @@ class DartreeSpeculativeConfig(SpeculativeConfig):
         that the request owns.
         """
         return self.drafter.num_query_rows
+
+    def use_eagle_block_drop(self) -> bool:
+        """Whether a hit in the prefix cache gives back its last block, so that the drafter sees it computed again.
+
+        EAGLE's drafters need that, since their KV depends on the next token; a block drafter's depends on the target's
+        features alone, and vLLM 0.33 says so for dflash too.
+        """
+        return False
 
 
 def given_keys(args: EngineArgs) -> dict[str, Any]:
@@ -165,12 +181,12 @@ def _users_words() -> Iterator[None]:
 def _check_keys(keys: Mapping[str, Any]) -> None:
     fields = {field.name for field in dataclasses.fields(SpeculativeConfig)}.difference(INTERNAL_KEYS)
     for key, value in keys.items():
-        if key not in fields and key not in TREE_KEYS:
-            near = difflib.get_close_matches(key, [*TREE_KEYS, *fields], 1)
+        if key not in fields and key not in (*TREE_KEYS, BUDGET_KEY):
+            near = difflib.get_close_matches(key, [*TREE_KEYS, BUDGET_KEY, *fields], 1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise DartreeConfigError(
-                f"speculative_config has the unknown key {key!r}; {hint}method 'dartree' knows {', '.join(TREE_KEYS)} "
-                "and vLLM's own keys for a drafter"
+                f"speculative_config has the unknown key {key!r}; {hint}method 'dartree' knows "
+                f"{', '.join(TREE_KEYS)}, {BUDGET_KEY} and vLLM's own keys for a drafter"
             )
         if FOREIGN_KEYS.fullmatch(key) and value not in (None, False):
             raise DartreeConfigError(
@@ -189,6 +205,25 @@ def _check_keys(keys: Mapping[str, Any]) -> None:
             )
 
 
+def _auto_budget(keys: Mapping[str, Any], parallel: ParallelConfig) -> bool:
+    """Whether the user wants the budget to follow the load."""
+    mode = keys.get(BUDGET_KEY) or BUDGET_MODES[0]
+    if mode not in BUDGET_MODES:
+        raise DartreeConfigError(f"{BUDGET_KEY} is {mode!r}; it must be one of {', '.join(map(repr, BUDGET_MODES))}")
+    if mode == "fixed":
+        return False
+    if keys.get("num_speculative_tokens_per_batch_size"):
+        raise DartreeConfigError(
+            f"{BUDGET_KEY} is 'auto', but num_speculative_tokens_per_batch_size is given too; leave one of them out"
+        )
+    if parallel.data_parallel_size > 1:
+        raise DartreeConfigError(
+            f"{BUDGET_KEY} is 'auto', but data_parallel_size is {parallel.data_parallel_size}: all ranks must verify "
+            "equally many nodes, and each would choose its own number; leave one of them out"
+        )
+    return True
+
+
 def create_speculative_config(
     args: EngineArgs, native: Callable, target_model_config: ModelConfig, target_parallel_config: ParallelConfig
 ) -> DartreeSpeculativeConfig:
@@ -204,6 +239,7 @@ def create_speculative_config(
     keys = given_keys(args)
     _check_keys(keys)
     tree = tree_config(keys)
+    auto_budget = _auto_budget(keys, target_parallel_config)
     _check_runner()
     _check_features(_early_view(args, target_model_config, target_parallel_config))
     if target_parallel_config.worker_cls not in ("auto", worker_class()):
@@ -224,7 +260,7 @@ def create_speculative_config(
 
     # On a copy: rewritten for good, a second call would silently make plain dflash of it.
     rewritten = copy.copy(args)
-    rewritten.speculative_config = {key: value for key, value in keys.items() if key not in TREE_KEYS}
+    rewritten.speculative_config = {key: value for key, value in keys.items() if key not in (*TREE_KEYS, BUDGET_KEY)}
     rewritten.speculative_config |= {"method": "dflash", "num_speculative_tokens": tree.budget}
     for alias in ALIASES:
         setattr(rewritten, alias, None)
@@ -240,6 +276,8 @@ def create_speculative_config(
         tree = _fit_budget(tree, sum(widths), is_given=keys.get("num_speculative_tokens") is not None)
         base.num_speculative_tokens = tree.budget
 
+    if auto_budget:
+        base.num_speculative_tokens_per_batch_size = batch_size_schedule(tree.budget)
     _hand_over(base)
     target_parallel_config.worker_cls = worker_class()
     if penalties := default_penalties(target_model_config.get_diff_sampling_param()):
@@ -254,6 +292,7 @@ def create_speculative_config(
         copy.copy(base).__dict__,
         tree=tree,
         drafter=spec,
+        auto_budget=auto_budget,
         has_custom_processors=bool(target_model_config.logits_processors or entry_points(group=LOGITSPROCS_GROUP)),
     )
     return made
@@ -423,6 +462,20 @@ def _larger_than_one(size: int) -> int:
     return size if size > 1 else 0
 
 
+def _other_backends(config: Any) -> str:
+    """The attention backends that the user asks for and that cannot verify trees."""
+    asked = config.attention_config
+    names = [backend.name for backend in (asked.backend, *asked.backend_per_kind.values()) if backend is not None]
+    return ", ".join(name for name in names if name not in BACKENDS)
+
+
+def _checkpoint_kv_scheme(config: Any) -> Any:
+    """What the target's checkpoint asks for; vLLM follows it where the user asks for nothing."""
+    if config.cache_config.cache_dtype != "auto":
+        return None
+    return (getattr(config.model_config.hf_config, "quantization_config", None) or {}).get("kv_cache_scheme")
+
+
 _TREE_ATTENTION = "the attention over a tree does not compute it"
 _OTHER_TARGET = "use another target, or serve this one without method 'dartree'"
 UNSUPPORTED = (
@@ -473,6 +526,18 @@ UNSUPPORTED = (
         ),
         _TREE_ATTENTION,
         "set it to auto",
+    ),
+    Feature(
+        "a checkpoint with a quantised KV cache (kv_cache_scheme)",
+        _checkpoint_kv_scheme,
+        _TREE_ATTENTION,
+        "set kv_cache_dtype to the model's own type, e.g. bfloat16",
+    ),
+    Feature(
+        "an attention backend of the user's choice (attention_backend)",
+        _other_backends,
+        "it is not known how its cache is laid out",
+        f"choose one of {', '.join(BACKENDS)}, or leave it out",
     ),
     Feature(
         "fast prefill with shared KV (kv_sharing_fast_prefill)",
@@ -547,8 +612,8 @@ UNSUPPORTED = (
         _OTHER_TARGET,
     ),
     Feature(
-        "a target with chunked local attention (attention_chunk_size)",
-        lambda c: c.model_config.attention_chunk_size,
+        "a target with chunked local attention (attention_chunk_size, layer_types)",
+        lambda c: c.model_config.attention_chunk_size or "chunked_attention" in (_text(c, "layer_types") or ()),
         _TREE_ATTENTION,
         _OTHER_TARGET,
     ),
@@ -613,6 +678,7 @@ def _early_view(args: EngineArgs, model: ModelConfig, parallel: ParallelConfig) 
             kv_sharing_fast_prefill=args.kv_sharing_fast_prefill,
             kv_offloading_size=args.kv_offloading_size,
         ),
+        attention_config=args.attention_config,
         kv_transfer_config=args.kv_transfer_config,
         watermark_config=args.watermark_config,
         aux_output_config=args.aux_output_config,
@@ -661,3 +727,20 @@ def check_supported(vllm_config: VllmConfig) -> None:
             "leave that out"
         )
     _check_features(vllm_config)
+
+
+def check_target_class(vllm_config: VllmConfig) -> None:
+    """Refuses a target whose class in vLLM does not hand out hidden states; only a worker may import the class.
+
+    Raises:
+        DartreeConfigError: naming the class.
+    """
+    from vllm.model_executor.model_loader import get_model_architecture
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    target, name = get_model_architecture(vllm_config.model_config)
+    if not supports_eagle3(target):
+        raise DartreeConfigError(
+            f"method 'dartree' does not work with the target's architecture {name}: its drafters read hidden states of "
+            f"the target's layers, which vLLM's {target.__name__} does not hand out (SupportsEagle3); {_OTHER_TARGET}"
+        )

@@ -1,23 +1,17 @@
-"""Engines in processes of their own: tensor parallel, and the OpenAI server."""
+"""Engines in processes of their own."""
 
 import json
-import os
-import signal
-import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import openai
 import pytest
-import requests
 from engine.engines import counted, dartree, engine, run, tokens
+from engine.servers import child_processes, server
 from vllm import SamplingParams
 
 from vllm_dartree.assets import TARGET
-from vllm_dartree.emulation import child_environment
 
 pytestmark = pytest.mark.slow
 
@@ -52,12 +46,6 @@ if __name__ == "__main__":
 """
 
 
-def _environment() -> dict[str, str]:
-    environment = os.environ | child_environment() | {"HF_HUB_OFFLINE": "1"}
-    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-    return environment
-
-
 def _offline(tmp_path, prompts, settings: dict[str, object], **environment: str) -> dict[str, object]:
     """What an engine in a process of its own says to the prompts, greedily."""
     script, out = tmp_path / "offline.py", tmp_path / "result.json"
@@ -74,7 +62,9 @@ def _offline(tmp_path, prompts, settings: dict[str, object], **environment: str)
     }
     job = {"settings": defaults | settings, "prompts": prompts, "max_tokens": 24, "out": str(out)}
     command = [sys.executable, str(script)]
-    subprocess.run(command, input=json.dumps(job), text=True, env=_environment() | environment, check=True, timeout=400)
+    subprocess.run(
+        command, input=json.dumps(job), text=True, env=child_processes() | environment, check=True, timeout=400
+    )
     return json.loads(out.read_text())
 
 
@@ -104,75 +94,17 @@ def test_the_plugin_changes_nothing_for_vllms_own_dflash(prompts, tmp_path, draf
     assert with_plugin["counters"]["vllm:spec_decode_num_accepted_tokens"] > 0
 
 
-@contextmanager
-def _server(speculative: dict[str, object]):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    arguments = {
-        "--model": str(TARGET),
-        "--served-model-name": "tiny",
-        "--dtype": "float32",
-        "--max-model-len": "512",
-        "--max-num-seqs": "16",
-        "--max-num-batched-tokens": "2048",
-        "--kv-cache-memory-bytes": str(64 << 20),
-        "--host": "127.0.0.1",
-        "--port": str(port),
-        "--speculative-config": json.dumps(speculative),
-    }
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
-    command += [word for pair in arguments.items() for word in pair]
-    process = subprocess.Popen(command, env=_environment(), start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 180
-        while True:
-            assert process.poll() is None, "the server ended while it started"
-            assert time.monotonic() < deadline, "the server did not start"
-            try:
-                if requests.get(f"{url}/health", timeout=2).ok:
-                    break
-            except requests.ConnectionError:
-                time.sleep(0.5)
-        yield url
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def test_served_streaming_and_not_and_16_at_once(prompts):
+def test_data_parallel_gives_the_same_tokens(prompts):
     params = SamplingParams(temperature=0, max_tokens=24)
-    expected = tokens(run(engine(), prompts[:16], params))
-    with _server(dartree(tree_width=8)) as url:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=240)
+    expected = tokens(run(engine(), prompts[:6], params))
+    with server(dartree(), "--data-parallel-size", "2", VLLM_CPU_OMP_THREADS_BIND="0|1") as served:
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=300)
 
-        def complete(number: int) -> list[int]:
-            ask = {"model": "tiny", "prompt": prompts[number], "max_tokens": 24, "temperature": 0}
-            extra = {"return_token_ids": True}
-            if number % 2:
-                chunks = client.completions.create(**ask, stream=True, extra_body=extra)
-                return [token for chunk in chunks for token in chunk.choices[0].token_ids or []]
-            return client.completions.create(**ask, extra_body=extra).choices[0].token_ids
+        def complete(prompt: list[int]) -> list[int]:
+            ask = {"model": "tiny", "prompt": prompt, "max_tokens": 24, "temperature": 0}
+            return client.completions.create(**ask, extra_body={"return_token_ids": True}).choices[0].token_ids
 
-        assert complete(0) == expected[0]
-        assert complete(1) == expected[1]
-        with ThreadPoolExecutor(16) as pool:
-            assert list(pool.map(complete, range(16))) == expected
-        lines = requests.get(f"{url}/metrics", timeout=10).text.splitlines()
-        values = {
-            line.split("{")[0]: float(line.rsplit(" ", 1)[1])
-            for line in lines
-            if line.startswith("vllm:spec_decode_num")
-        }
-        drafts, accepted = (
-            values["vllm:spec_decode_num_drafts_total"],
-            values["vllm:spec_decode_num_accepted_tokens_total"],
-        )
-        trees = engine(dartree(tree_width=8))
-        with counted(trees) as counts:
-            run(trees, [prompts[0], prompts[1], *prompts[:16]], params)
-        assert (drafts, accepted) == (counts.rounds, counts.accepted)
+        with ThreadPoolExecutor(6) as pool:
+            assert list(pool.map(complete, prompts[:6])) == expected
+        for rank in (0, 1):
+            assert served.metric(f'vllm:spec_decode_num_accepted_tokens_total{{engine="{rank}"') > 0

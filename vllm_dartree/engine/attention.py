@@ -17,14 +17,11 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType, CommonAttentionMetadata
 
-from vllm_dartree.config import DartreeConfigError
+from vllm_dartree.config import BACKENDS, PAGED_BACKENDS, DartreeConfigError
 from vllm_dartree.engine.commit import CachedLayer
 from vllm_dartree.engine.kv_layout import KVLayout, PackedCPULayout, PagedLayout, VerifyRows
 from vllm_dartree.engine.state import TreeState, TreeStep
 from vllm_dartree.kernels import use_triton
-
-# Backends whose cache is vLLM's paged one with a slot's key and value side by side.
-PAGED_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 
 
 def _block_table(metadata: CommonAttentionMetadata, block_size: int) -> Tensor:
@@ -198,7 +195,7 @@ def _layout_of(layer: Attention, device: torch.device) -> KVLayout:
         return PackedCPULayout(layer)
     raise DartreeConfigError(
         f"vLLM chose the attention backend {name}, on which method 'dartree' cannot verify trees; it works with "
-        f"{', '.join(PAGED_BACKENDS)} and CPU_ATTN. Choose one with --attention-backend"
+        f"{', '.join(BACKENDS)}. Choose one with --attention-backend"
     )
 
 

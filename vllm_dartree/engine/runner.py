@@ -3,16 +3,18 @@
 import logging
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import is_global_first_rank
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_dartree.chains import PATH_DEPENDENT, chain_reasons
-from vllm_dartree.config import check_supported
+from vllm_dartree.config import check_supported, check_target_class
 from vllm_dartree.engine.attention import install_tree_attention
 from vllm_dartree.engine.sampler import TreeSampler
 from vllm_dartree.engine.speculator import DartreeSpeculator
@@ -27,6 +29,7 @@ class DartreeRunnerMixin:
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         check_supported(vllm_config)
+        check_target_class(vllm_config)
         super().__init__(vllm_config, device)
         self.speculator = DartreeSpeculator(vllm_config, device)
 
@@ -81,9 +84,23 @@ class DartreeRunnerMixin:
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[Tensor, ...], Tensor]:
         # Cache slots come from sequential positions, so before rows move to the positions of their depth.
         prepared = super().prepare_attn(input_batch)
+        self.num_logits = np.diff(input_batch.cu_num_logits_np)
         if input_batch.num_draft_tokens > 0:
             self.speculator.trees.begin_step(input_batch, self.req_states.prefill_len.gpu)
         return prepared
+
+    def _set_active_loras(
+        self,
+        prompt_lora_mapping: tuple[int, ...],
+        token_lora_mapping: tuple[int, ...],
+        lora_requests: set[LoRARequest],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        # vLLM's `LoraState.make_lora_inputs` counts one row of logits for each request, however many were drafted.
+        if self.speculator.trees.step is not None:
+            prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, self.num_logits))
+        super()._set_active_loras(prompt_lora_mapping, token_lora_mapping, lora_requests, *args, **kwargs)
 
 
 class DartreeModelRunner(DartreeRunnerMixin, GPUModelRunner):

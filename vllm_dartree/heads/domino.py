@@ -60,6 +60,19 @@ class DominoHead(CorrectionHead):
             self.first_row[-3 * state_size :] = gate_bias
         self.state_bias = None if gate_bias is None else self.first_row[state_size:]
 
+    @staticmethod
+    def shapes(spec: DrafterSpec, hidden_size: int, vocab_size: int, has_bias: bool) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors that a checkpoint has for it."""
+        state_size, emb_dim = spec.gru_hidden_dim, spec.emb_dim
+        biases = {"prefix_gru.bias_ih_l0": (3 * state_size,), "prefix_gru.bias_hh_l0": (3 * state_size,)}
+        return {
+            "prefix_gru.weight_ih_l0": (3 * state_size, hidden_size),
+            "prefix_gru.weight_hh_l0": (3 * state_size, state_size),
+            **(biases if has_bias else {}),
+            "embed_proj.0.weight": (emb_dim, hidden_size + state_size),
+            "embed_proj.2.weight": (vocab_size, emb_dim),
+        }
+
     @torch.no_grad()  # the target's embedding may ask for gradients
     def _step(self, tokens: Tensor, state: Tensor, branch: Tensor) -> Tensor:
         """The states after ``tokens`` (``[R, W]``), each appended to one of the branches of ``state``."""
