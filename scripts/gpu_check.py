@@ -25,6 +25,11 @@ from vllm_dartree.kernels.kv_move import move_slots, move_slots_torch
 from vllm_dartree.kernels.tree_attention import tree_attention, tree_attention_torch
 from vllm_dartree.tree import Topology, topology
 
+try:
+    from flash_attn import flash_attn_func
+except ImportError:
+    flash_attn_func = None
+
 # What bf16 and fp16 round away of a weighted mean of numbers around 1; float32 is summed in another order only.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
@@ -307,7 +312,12 @@ def time_long_contexts(report: Report) -> None:
             "one part": lambda verify=verify, out=out: verify.attend(tree_attention, out, num_splits=1),
             "plain": lambda q=query, k=keys, v=values: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
         }
+        if flash_attn_func is not None:
+            flat = [part.transpose(1, 2) for part in (query, keys, values)]
+            compared["FlashAttention"] = lambda parts=flat: flash_attn_func(*parts)
         times[context] = found = fastest(compared, 20, verify.query.device)
+        if flash_attn_func is not None:
+            report.time(f"FlashAttention without a mask, {context} context", found["FlashAttention"])
         report.time(f"verify attention, {context} context", found["tree"], f"(unsplit: {found['one part']:.3f} ms)")
         report.bar(f"against plain attention, {context} context", found["tree"] / found["plain"], 1.15)
     growth = times[65536]["tree"] / times[16384]["tree"] / 4

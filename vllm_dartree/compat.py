@@ -374,7 +374,7 @@ SEAMS = (
     Seam(
         "vllm.v1.attention.backend",
         "CommonAttentionMetadata",
-        members=("num_reqs", "query_start_loc", "seq_lens", "max_seq_len", "block_table_tensor"),
+        members=("num_reqs", "query_start_loc", "seq_lens", "max_seq_len", "max_query_len", "block_table_tensor"),
     ),
     Seam("vllm.v1.attention.backend", "AttentionImpl", members=("fused_output_quant_supported",)),
     Seam(
