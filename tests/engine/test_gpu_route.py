@@ -5,7 +5,7 @@ It is all interpreted, hence slow, so prompts and outputs are tiny.
 
 import pytest
 import torch
-from engine.engines import dartree, engine, run, runner, tokens
+from engine.engines import counted, dartree, engine, run, runner, tokens
 from vllm import LLM, SamplingParams
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention import selector
@@ -69,6 +69,8 @@ def engine_of_a_gpu() -> LLM:
 def gpu_route(engine_of_a_gpu, monkeypatch) -> LLM:
     # vLLM's cache writes ask for it at every step.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (8, 0))
+    # The layers keep the kernels that they were made with; the tree stage asks at every step.
+    monkeypatch.setenv("DARTREE_KERNELS", "triton")
     return engine_of_a_gpu
 
 
@@ -95,6 +97,18 @@ def test_tokens_equal_those_without_speculation(gpu_route, short_prompts, expect
     assert tokens(run(gpu_route, short_prompts, PARAMS, arrive_every=2)) == expected
     assert {step.verify_only for step in steps} == {True, False}
     assert sum(int(step.accepted.num_accepted.sum()) for step in steps) > len(steps)
+
+
+def test_the_kernels_of_the_tree_stage_give_the_same_tokens(prompts, monkeypatch):
+    params = SamplingParams(temperature=0, max_tokens=12)
+    expected = tokens(run(engine(), prompts[:2], params))
+    llm = engine(dartree())
+    with counted(llm) as with_twins:
+        assert tokens(run(llm, prompts[:2], params)) == expected
+    monkeypatch.setenv("DARTREE_KERNELS", "triton")
+    with counted(llm) as with_kernels:
+        assert tokens(run(llm, prompts[:2], params)) == expected
+    assert with_kernels.accepted == with_twins.accepted > 0
 
 
 def _builders(llm: LLM) -> list:
