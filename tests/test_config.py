@@ -104,6 +104,20 @@ def test_all_keys():
     assert speculative.num_speculative_tokens == 24
 
 
+def test_a_budget_by_load():
+    speculative = engine_args({"num_speculative_tokens": 16, "tree_budget": "auto"}).create_engine_config()
+    speculative = speculative.speculative_config
+    assert speculative.auto_budget
+    assert speculative.num_speculative_tokens_per_batch_size == [(1, 1, 16), (2, 2, 8), (3, 3, 4), (4, 4, 0)]
+    assert not engine_args({"tree_budget": "fixed"}).create_engine_config().speculative_config.auto_budget
+    message = refusal({"tree_budget": "large"})
+    assert "tree_budget is 'large'; it must be one of 'fixed', 'auto'" in message
+    message = refusal({"tree_budget": "auto", "num_speculative_tokens_per_batch_size": [(1, 8, 16)]})
+    assert "num_speculative_tokens_per_batch_size is given too" in message
+    message = refusal({"tree_budget": "auto"}, data_parallel_size=2)
+    assert "data_parallel_size is 2" in message
+
+
 def test_default_penalties_of_the_model_are_told(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     engine_args(override_generation_config={"repetition_penalty": 1.05}).create_engine_config()

@@ -86,6 +86,7 @@ SEAMS = (
             "model",
             "num_speculative_tokens",
             "num_speculative_tokens_per_batch_size",
+            "uses_dynamic_speculative_decoding",
             "draft_model_config",
             "draft_sample_method",
             "rejection_sample_method",
@@ -130,6 +131,7 @@ SEAMS = (
         members=(
             "worker_cls",
             "tensor_parallel_size",
+            "data_parallel_size",
             "pipeline_parallel_size",
             "prefill_context_parallel_size",
             "decode_context_parallel_size",
@@ -210,7 +212,7 @@ SEAMS = (
         ("prompt_lora_mapping", "token_lora_mapping", "lora_requests"),
     ),
     Seam("vllm.lora.request", "LoRARequest"),
-    Seam("vllm.v1.core.sched.output", "SchedulerOutput", members=("scheduled_new_reqs",)),
+    Seam("vllm.v1.core.sched.output", "SchedulerOutput", members=("scheduled_new_reqs", "num_scheduled_tokens")),
     Seam("vllm.v1.core.sched.output", "NewRequestData", members=("req_id", "sampling_params")),
     Seam(f"{_V2}.states", "RequestState", members=("req_id_to_index", "prefill_len")),
     Seam(
@@ -471,6 +473,10 @@ SEAMS = (
         "SpecDecodingStats",
         members=("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos"),
     ),
+    # The budget by load: plugin.py, budget.py.
+    Seam("vllm.v1.core.sched.scheduler", "Scheduler", members=("dynamic_sd_lookup", "running")),
+    Seam("vllm.v1.core.sched.scheduler", "Scheduler.schedule"),
+    Seam("vllm.v1.core.sched.scheduler", "Scheduler.make_spec_decoding_stats"),
     # Emulation: emulation/.
     Seam("vllm.v1.sample.ops.topk_topp_sampler", "apply_top_k_top_p_triton", ("logits", "k", "p")),
     Seam("vllm.v1.sample.ops.topk_topp_sampler", "apply_top_k_top_p_pytorch", ("logits", "k", "p")),

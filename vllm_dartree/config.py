@@ -22,6 +22,7 @@ from vllm.config import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
+from vllm_dartree.budget import batch_size_schedule
 from vllm_dartree.chains import default_penalties
 from vllm_dartree.heads import DrafterSpec
 from vllm_dartree.tree import TreeConfig, TreeConfigError
@@ -42,6 +43,8 @@ TREE_KEYS = {
     "tree_depth_bonus": "depth_bonus",
     "tree_variant": "variant",
 }
+# How the budget follows the load; not a knob of the tree, which is cut to it.
+BUDGET_KEY, BUDGET_MODES = "tree_budget", ("fixed", "auto")
 # Fields of EngineArgs that stand for a key: --spec-method, --spec-model, --spec-tokens.
 ALIASES = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 # Keys of the tree that a variant has no use for.
@@ -78,6 +81,8 @@ class DartreeSpeculativeConfig(SpeculativeConfig):
     """The block and the head of the drafter, a ``DrafterSpec``."""
     has_custom_processors: bool = False
     """Whether the engine runs logits processors that are not vLLM's own, so that every request is a chain."""
+    auto_budget: bool = False
+    """Whether the scheduler chooses the budget by load, up to ``num_speculative_tokens``."""
 
     def __repr__(self) -> str:
         # As short as vLLM's own, which prints its whole config at start.
@@ -171,12 +176,12 @@ def _users_words() -> Iterator[None]:
 def _check_keys(keys: Mapping[str, Any]) -> None:
     fields = {field.name for field in dataclasses.fields(SpeculativeConfig)}.difference(INTERNAL_KEYS)
     for key, value in keys.items():
-        if key not in fields and key not in TREE_KEYS:
-            near = difflib.get_close_matches(key, [*TREE_KEYS, *fields], 1)
+        if key not in fields and key not in (*TREE_KEYS, BUDGET_KEY):
+            near = difflib.get_close_matches(key, [*TREE_KEYS, BUDGET_KEY, *fields], 1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise DartreeConfigError(
-                f"speculative_config has the unknown key {key!r}; {hint}method 'dartree' knows {', '.join(TREE_KEYS)} "
-                "and vLLM's own keys for a drafter"
+                f"speculative_config has the unknown key {key!r}; {hint}method 'dartree' knows "
+                f"{', '.join(TREE_KEYS)}, {BUDGET_KEY} and vLLM's own keys for a drafter"
             )
         if FOREIGN_KEYS.fullmatch(key) and value not in (None, False):
             raise DartreeConfigError(
@@ -195,6 +200,25 @@ def _check_keys(keys: Mapping[str, Any]) -> None:
             )
 
 
+def _auto_budget(keys: Mapping[str, Any], parallel: ParallelConfig) -> bool:
+    """Whether the user wants the budget to follow the load."""
+    mode = keys.get(BUDGET_KEY) or BUDGET_MODES[0]
+    if mode not in BUDGET_MODES:
+        raise DartreeConfigError(f"{BUDGET_KEY} is {mode!r}; it must be one of {', '.join(map(repr, BUDGET_MODES))}")
+    if mode == "fixed":
+        return False
+    if keys.get("num_speculative_tokens_per_batch_size"):
+        raise DartreeConfigError(
+            f"{BUDGET_KEY} is 'auto', but num_speculative_tokens_per_batch_size is given too; leave one of them out"
+        )
+    if parallel.data_parallel_size > 1:
+        raise DartreeConfigError(
+            f"{BUDGET_KEY} is 'auto', but data_parallel_size is {parallel.data_parallel_size}: all ranks must verify "
+            "equally many nodes, and each would choose its own number; leave one of them out"
+        )
+    return True
+
+
 def create_speculative_config(
     args: EngineArgs, native: Callable, target_model_config: ModelConfig, target_parallel_config: ParallelConfig
 ) -> DartreeSpeculativeConfig:
@@ -210,6 +234,7 @@ def create_speculative_config(
     keys = given_keys(args)
     _check_keys(keys)
     tree = tree_config(keys)
+    auto_budget = _auto_budget(keys, target_parallel_config)
     _check_runner()
     _check_features(_early_view(args, target_model_config, target_parallel_config))
     if target_parallel_config.worker_cls not in ("auto", worker_class()):
@@ -230,7 +255,7 @@ def create_speculative_config(
 
     # On a copy: rewritten for good, a second call would silently make plain dflash of it.
     rewritten = copy.copy(args)
-    rewritten.speculative_config = {key: value for key, value in keys.items() if key not in TREE_KEYS}
+    rewritten.speculative_config = {key: value for key, value in keys.items() if key not in (*TREE_KEYS, BUDGET_KEY)}
     rewritten.speculative_config |= {"method": "dflash", "num_speculative_tokens": tree.budget}
     for alias in ALIASES:
         setattr(rewritten, alias, None)
@@ -246,6 +271,8 @@ def create_speculative_config(
         tree = _fit_budget(tree, sum(widths), is_given=keys.get("num_speculative_tokens") is not None)
         base.num_speculative_tokens = tree.budget
 
+    if auto_budget:
+        base.num_speculative_tokens_per_batch_size = batch_size_schedule(tree.budget)
     _hand_over(base)
     target_parallel_config.worker_cls = worker_class()
     if penalties := default_penalties(target_model_config.get_diff_sampling_param()):
@@ -260,6 +287,7 @@ def create_speculative_config(
         copy.copy(base).__dict__,
         tree=tree,
         drafter=spec,
+        auto_budget=auto_budget,
         has_custom_processors=bool(target_model_config.logits_processors or entry_points(group=LOGITSPROCS_GROUP)),
     )
     return made

@@ -21,6 +21,7 @@ def register() -> None:
         _let_requests_in,
         _add_the_model,
         _report_trees,
+        _choose_budgets,
     ):
         try:
             teach()
@@ -169,6 +170,50 @@ def _report_trees() -> None:
     _wrap(LoggingStatLogger, "__init__", make_logging)
     _wrap(PrometheusStatLogger, "__init__", make_metrics)
     _wrap(PrometheusStatLogger, "record", make_record)
+
+
+def _choose_budgets() -> None:
+    """``"tree_budget": "auto"`` puts a controller where vLLM's scheduler looks up a budget by batch size."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from vllm_dartree.budget import BudgetController
+
+    def make_scheduler(native: Callable) -> Callable:
+        def __init__(self: Scheduler, vllm_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            native(self, vllm_config, *args, **kwargs)
+            speculative = vllm_config.speculative_config
+            if _is_dartree(speculative) and speculative.auto_budget:
+                max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+                self.dynamic_sd_lookup = BudgetController(speculative.num_speculative_tokens, max_num_seqs)
+
+        return __init__
+
+    def make_schedule(native: Callable) -> Callable:
+        def schedule(self: Scheduler, *args: Any, **kwargs: Any) -> Any:
+            controller = self.dynamic_sd_lookup
+            if not isinstance(controller, BudgetController):
+                return native(self, *args, **kwargs)
+            if not self.running:
+                controller.pause()
+            output = native(self, *args, **kwargs)
+            controller.begin_step(output.num_scheduled_tokens.values())
+            return output
+
+        return schedule
+
+    def make_stats(native: Callable) -> Callable:
+        def make_spec_decoding_stats(
+            self: Scheduler, stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **kwargs: Any
+        ) -> Any:
+            if isinstance(self.dynamic_sd_lookup, BudgetController):
+                self.dynamic_sd_lookup.observe_round(num_draft_tokens, num_accepted_tokens)
+            return native(self, stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs)
+
+        return make_spec_decoding_stats
+
+    _wrap(Scheduler, "__init__", make_scheduler)
+    _wrap(Scheduler, "schedule", make_schedule)
+    _wrap(Scheduler, "make_spec_decoding_stats", make_stats)
 
 
 def _is_dartree(speculative_config: Any) -> bool:

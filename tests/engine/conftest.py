@@ -15,8 +15,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from vllm_dartree.assets import DOMINO, PROMPTS
+from vllm_dartree.assets import DOMINO, PROMPTS, TARGET
 
 
 @pytest.fixture(scope="session")
@@ -41,6 +43,34 @@ def drafter_with(tmp_path_factory):
         return str(folder)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def padded_pair(tmp_path_factory) -> tuple[str, str]:
+    """Target and drafter with five tokens more, which no text has: 1029 is no multiple of 32, nor of any block."""
+    return tuple(_with_more_tokens(folder, tmp_path_factory.mktemp("padded") / "copy") for folder in (TARGET, DOMINO))
+
+
+@pytest.fixture(scope="session")
+def crowded_engines(padded_pair):
+    """``engines.crowded`` on the padded pair."""
+    from engine.engines import crowded
+
+    return crowded(*padded_pair)
+
+
+def _with_more_tokens(folder: Path, copy: Path, more: int = 5) -> str:
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    size, config["vocab_size"] = config["vocab_size"], config["vocab_size"] + more
+    (copy / "config.json").write_text(json.dumps(config))
+    for shard in copy.glob("*.safetensors"):
+        weights = load_file(shard)
+        for name, weight in weights.items():
+            if weight.shape[0] == size:
+                weights[name] = torch.cat([weight, torch.zeros(more, *weight.shape[1:], dtype=weight.dtype)])
+        save_file(weights, shard, metadata={"format": "pt"})
+    return str(copy)
 
 
 def _drop_head(folder: Path) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from vllm import LLM, SamplingParams
+from engine.extensions import REASONING_PARSER
+from vllm import LLM, RequestOutput, SamplingParams
 
 from vllm_dartree.assets import DOMINO, TARGET
 
@@ -37,6 +38,21 @@ def _engine(speculative: str, settings: str) -> LLM:
     return LLM(**defaults | json.loads(settings), speculative_config=json.loads(speculative))
 
 
+def crowded(target: str, drafter: str) -> tuple[LLM, LLM]:
+    """Engines that know reasoning: without speculation, and with trees and six cache blocks for eight requests."""
+    settings = {
+        "model": target,
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 128,
+        "logprobs_mode": "processed_logprobs",
+        "reasoning_parser": REASONING_PARSER,
+        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+    }
+    scarce = {"kv_cache_memory_bytes": 3 << 20, "scheduling_policy": "priority", "enable_prefix_caching": True}
+    return engine(**settings), engine(dartree(8, drafter, tree_width=4), **settings | scarce)
+
+
 @dataclass
 class Finished:
     """What a client sees of one request."""
@@ -46,7 +62,7 @@ class Finished:
     logprobs: list[dict[int, float]] | None
 
 
-def _finished(output) -> Finished:
+def _finished(output: RequestOutput) -> Finished:
     completion = output.outputs[0]
     logprobs = None
     if completion.logprobs is not None:
@@ -57,6 +73,13 @@ def _finished(output) -> Finished:
 def run(
     llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams], arrive_every: int = 0
 ) -> list[Finished]:
+    """``outputs``, and of them what most tests ask for."""
+    return [_finished(output) for output in outputs(llm, prompts, params, arrive_every)]
+
+
+def outputs(
+    llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams], arrive_every: int = 0
+) -> list[RequestOutput]:
     """Runs all prompts to their end.
 
     Args:
@@ -64,7 +87,7 @@ def run(
     """
     many = params if isinstance(params, list) else [params] * len(prompts)
     waiting = [({"prompt_token_ids": prompt}, p) for prompt, p in zip(prompts, many, strict=True)]
-    finished: dict[str, Finished] = {}
+    finished: dict[str, RequestOutput] = {}
     step = 0
     core = llm.llm_engine
     while waiting or core.has_unfinished_requests():
@@ -73,7 +96,7 @@ def run(
             core.add_request(str(number), *waiting.pop(0))
         for output in core.step():
             if output.finished:
-                finished[output.request_id] = _finished(output)
+                finished[output.request_id] = output
         step += 1
     return [finished[str(number)] for number in range(len(prompts))]
 
@@ -88,6 +111,7 @@ class Drafts:
 
     rounds: int = 0
     accepted: int = 0
+    preemptions: int = 0
 
     @property
     def tau(self) -> float:
@@ -96,19 +120,21 @@ class Drafts:
 
 @contextmanager
 def counted(llm: LLM) -> Iterator[Drafts]:
-    """Counts verify rounds and accepted draft tokens of the block, from what the engine hands to its loggers.
+    """Counts verify rounds, accepted draft tokens and preemptions, from what the engine hands to its loggers.
 
     Not from ``LLM.get_metrics``: a new engine in the process takes the registry away from the ones before it.
     """
     drafts, manager = Drafts(), llm.llm_engine.logger_manager
     record = manager.record
 
-    def count(scheduler_stats, *args, **kwargs) -> None:
+    def count(scheduler_stats, iteration_stats, *args, **kwargs) -> None:
+        if iteration_stats is not None:
+            drafts.preemptions += iteration_stats.num_preempted_reqs
         stats = scheduler_stats and scheduler_stats.spec_decoding_stats
         if stats:
             drafts.rounds += stats.num_drafts
             drafts.accepted += stats.num_accepted_tokens
-        record(scheduler_stats, *args, **kwargs)
+        record(scheduler_stats, iteration_stats, *args, **kwargs)
 
     manager.record = count
     try:

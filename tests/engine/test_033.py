@@ -10,7 +10,8 @@ PROGRAM = Path(__file__).parents[2] / "scripts" / "run_on_vllm_033.py"
 
 
 @pytest.mark.slow
-def test_tokens_on_vllm_0_33_equal_those_without_speculation():
-    finished = subprocess.run([sys.executable, PROGRAM], capture_output=True, text=True, timeout=900)
+def test_the_greedy_and_seeded_tests_pass_on_vllm_0_33():
+    finished = subprocess.run([sys.executable, PROGRAM], capture_output=True, text=True, timeout=1800)
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert "vLLM 0.33.0 from" in finished.stdout
+    assert "vLLM 0.33.0+cpu from" in finished.stdout
+    assert "2 passed" in finished.stdout

@@ -3,32 +3,12 @@
 import pytest
 from engine.engines import counted, dartree, engine, run, runner, tokens
 from vllm import SamplingParams
-from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_dartree.engine import sampler as sampler_module
 
-MIXED = [
-    SamplingParams(temperature=0, max_tokens=32),
-    SamplingParams(temperature=0, max_tokens=32, repetition_penalty=1.2),
-    SamplingParams(temperature=0.8, seed=3, max_tokens=32, presence_penalty=0.5, frequency_penalty=0.3),
-    SamplingParams(temperature=0, max_tokens=32, min_tokens=20, stop_token_ids=[10]),
-    SamplingParams(temperature=1.0, seed=5, max_tokens=32, allowed_token_ids=list(range(2, 500))),
-    SamplingParams(temperature=0, max_tokens=32),
-    SamplingParams(temperature=1.0, seed=6, max_tokens=32, min_p=0.05),
-    SamplingParams(temperature=0, max_tokens=32, logit_bias={200: -3.0, 4: 2.0}),
-]
 
-
-def test_penalties_and_plain_requests_in_one_batch(prompts):
-    expected = tokens(run(engine(), prompts[: len(MIXED)], MIXED))
-    trees = engine(dartree())
-    assert tokens(run(trees, prompts[: len(MIXED)], MIXED)) == expected
-    assert tokens(run(trees, prompts[: len(MIXED)], MIXED, arrive_every=3)) == expected
-
-
-@pytest.mark.parametrize("max_rows", [10_000, 20], ids=["in one piece", "in chunks"])
-def test_logprobs_are_those_of_the_path(prompts, monkeypatch, max_rows):
-    """Right rows, right shapes, nothing past a stop; whether the logits are sampled in one piece or in chunks."""
+def test_logprobs_of_logits_that_are_sampled_in_chunks(prompts, monkeypatch):
+    """Those of the path, as everywhere (``test_request_features``)."""
     ask = {"temperature": 0, "max_tokens": 16}
     params = [
         SamplingParams(**ask, logprobs=2),
@@ -38,7 +18,7 @@ def test_logprobs_are_those_of_the_path(prompts, monkeypatch, max_rows):
         SamplingParams(temperature=1.0, top_p=0.9, seed=4, max_tokens=16, logprobs=3),
     ]
     expected = run(engine(), prompts[:5], params)
-    monkeypatch.setattr(sampler_module, "get_max_chunk_logits", lambda vocab_size: max_rows)
+    monkeypatch.setattr(sampler_module, "get_max_chunk_logits", lambda vocab_size: 20)
     actual = run(engine(dartree()), prompts[:5], params)
     assert tokens(actual) == tokens(expected)
     for ours, theirs in zip(actual, expected, strict=True):
@@ -63,20 +43,10 @@ def test_a_penalised_request_is_drafted_as_a_chain_and_still_gains(prompts):
     type(state).write = record
     try:
         with counted(trees) as drafts:
-            run(trees, prompts[:1], MIXED[1])
+            run(trees, prompts[:1], SamplingParams(temperature=0, max_tokens=32, repetition_penalty=1.2))
     finally:
         type(state).write = write
     for parents in seen:
         length = sum(parent >= 0 for parent in parents) - 1
         assert parents == [0, *range(length), *[-1] * (len(parents) - 1 - length)]
     assert drafts.accepted > 0
-
-
-@pytest.mark.slow
-def test_a_grammar_beside_plain_requests(prompts):
-    choice = StructuredOutputsParams(regex=r"class [A-Z][a-z]{3,12}:\n    pass\n")
-    params = [SamplingParams(temperature=0, max_tokens=24, structured_outputs=choice), MIXED[0], MIXED[2]]
-    settings = {"max_num_seqs": 4}
-    expected = run(engine(**settings), prompts[:3], params)
-    actual = run(engine(dartree(), **settings), prompts[:3], params)
-    assert tokens(actual) == tokens(expected)

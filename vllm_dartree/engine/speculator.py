@@ -47,6 +47,7 @@ class DartreeSpeculator(DFlashSpeculator):
         self.trees = TreeState(self.max_num_reqs, budget, len(self.widths), device)
         self.anchor_rows = torch.arange(self.max_num_reqs, device=device) * self.num_query_per_req
         self.cached_layers: list[CachedLayer] = []  # the target's, set by the runner
+        self.skips_drafting = False  # in a step whose drafts nobody wants
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         # With the original config: replacing parts of a VllmConfig checks it all again, and this copy says L.
@@ -66,6 +67,8 @@ class DartreeSpeculator(DFlashSpeculator):
         num_tokens_across_dp: Tensor | None,
         cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
     ) -> None:
+        if self.skips_drafting:
+            return
         hidden = self._run_model(
             num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode
         )
@@ -104,6 +107,11 @@ class DartreeSpeculator(DFlashSpeculator):
             aux_hidden_states = commit_rows(
                 step, self.cached_layers, slot_mappings, input_batch.positions, aux_hidden_states
             )
+        self.skips_drafting = kwargs.get("num_speculative_tokens") == 0
+        if self.skips_drafting:
+            # No drafts are wanted, but the drafter must learn of the context: on vLLM's eager route, which a profile
+            # run takes too, that is a step of its own. vLLM 0.33 returns after it, 0.32 goes on to `_generate_draft`.
+            kwargs["is_profile"] = True
         return super().propose(
             input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, *args, **kwargs
         )

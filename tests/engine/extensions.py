@@ -1,0 +1,34 @@
+"""What a user may load into vLLM: a custom logits processor and a reasoning parser."""
+
+import torch
+from vllm.reasoning.abs_reasoning_parsers import ReasoningParserManager
+from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor
+
+CUSTOM_PROCESSOR = f"{__name__}:EchoTwoBack"
+REASONING_PARSER = "signature"
+END_OF_THINKING = 280  # the token "):"; what follows is bound to the request's grammar
+
+
+class EchoTwoBack(LogitsProcessor):
+    """Favours the token before the last one, which lies in the row before, or in the text before the first row."""
+
+    def __init__(self, vllm_config, req_states) -> None:
+        self.req_states = req_states
+
+    def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        slots = ctx.expanded_idx_mapping.long()
+        committed = self.req_states.all_token_ids.gpu[slots, self.req_states.total_len.gpu[slots].long() - 2]
+        two_back = ctx.input_ids.roll(1).where(ctx.expanded_local_pos > 0, committed)
+        return logits.scatter_add(1, two_back.long()[:, None], logits.new_full((len(logits), 1), 9.0))
+
+
+@ReasoningParserManager.register_module(REASONING_PARSER)
+class SignatureIsThinking(BaseThinkingReasoningParser):
+    """A function's signature is the thinking: what the tiny target writes between "def" and "):"."""
+
+    start_token = "def"
+    end_token = "):"
+
+    def extract_reasoning(self, model_output: str, request) -> tuple[str | None, str | None]:
+        raise AssertionError("only the server asks for it")
