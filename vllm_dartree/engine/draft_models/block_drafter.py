@@ -65,7 +65,7 @@ class DartreeBlockDrafter(DFlashQwen3ForCausalLM):
         """The head of the checkpoint; call it after the weights are loaded."""
         shapes = {}
         if spec.head == "domino":
-            has_bias = any("bias" in name for name in self.head_tensors)
+            has_bias = any(name.startswith("prefix_gru.bias") for name in self.head_tensors)
             shapes = DominoHead.shapes(spec, self.config.hidden_size, self.config.vocab_size, has_bias)
         if self.has_dummy_weights:
             # The range of vLLM's own dummy weights, which only parameters get.
