@@ -108,7 +108,7 @@ def test_a_budget_by_load():
     speculative = engine_args({"num_speculative_tokens": 16, "tree_budget": "auto"}).create_engine_config()
     speculative = speculative.speculative_config
     assert speculative.auto_budget
-    assert speculative.num_speculative_tokens_per_batch_size == [(1, 1, 16), (2, 2, 8), (3, 3, 4), (4, 4, 0)]
+    assert speculative.num_speculative_tokens_per_batch_size == [(1, 1, 16), (2, 2, 4), (3, 3, 0)]
     assert not engine_args({"tree_budget": "fixed"}).create_engine_config().speculative_config.auto_budget
     message = refusal({"tree_budget": "large"})
     assert "tree_budget is 'large'; it must be one of 'fixed', 'auto'" in message
@@ -629,6 +629,12 @@ def test_sizes_follow_the_budgets_of_a_schedule():
     sizes = config.compilation_config.cudagraph_capture_sizes
     assert 8 * 65 in sizes and 9 * 65 not in sizes
     assert 64 * 17 in sizes and max(sizes) < 65 * 20
+
+
+def test_any_budget_of_the_automatic_ones_may_come_at_any_batch_size():
+    config = graph_sizes({"num_speculative_tokens": 64, "tree_budget": "auto"})
+    for rows, covered in ((65, 31), (17, 64), (5, 64)):
+        assert set(range(1, covered + 1)).issubset(graph_requests(config, rows))
 
 
 def test_sizes_that_a_user_gives_are_left_alone():

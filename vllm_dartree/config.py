@@ -23,7 +23,7 @@ from vllm.config.utils import config
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from vllm_dartree.budget import batch_size_schedule
+from vllm_dartree.budget import batch_size_schedule, budget_ladder
 from vllm_dartree.chains import default_penalties
 from vllm_dartree.heads import DrafterSpec
 from vllm_dartree.tree import TreeConfig, TreeConfigError
@@ -318,7 +318,10 @@ def add_graph_sizes(vllm_config: VllmConfig) -> None:
     speculative, compilation = vllm_config.speculative_config, vllm_config.compilation_config
     max_num_seqs = vllm_config.scheduler_config.max_num_seqs
     widest = {speculative.num_speculative_tokens + 1: max_num_seqs}  # verify rows: requests in the largest such batch
-    if speculative.num_speculative_tokens_per_batch_size is not None:
+    if speculative.auto_budget:
+        # What vLLM is told has all budgets in it, each at one batch size; any may come at any.
+        widest = dict.fromkeys((nodes + 1 for nodes in budget_ladder(speculative.num_speculative_tokens)), max_num_seqs)
+    elif speculative.num_speculative_tokens_per_batch_size is not None:
         schedule = build_dynamic_sd_schedule_lookup(
             speculative.num_speculative_tokens_per_batch_size, max_num_seqs, speculative.num_speculative_tokens
         )
