@@ -16,8 +16,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone that is not installed
 
-from vllm_dartree.heads.domino import DominoHead
-from vllm_dartree.heads.spec import DrafterSpec
+from vllm_dartree.heads.domino import DominoHead, DominoSpec
 from vllm_dartree.kernels.kv_move import move_slots, move_slots_torch
 from vllm_dartree.kernels.tree_attention import tree_attention, tree_attention_torch
 from vllm_dartree.tree import DraftTree, Topology, TreeConfig, draft_block, expand, prune, topology
@@ -186,7 +185,7 @@ def random_head(
     def weight(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype) * shape[-1] ** -0.5
 
-    spec = DrafterSpec(num_slots + 1, 0, (0,), "domino", gru_hidden_dim=state, emb_dim=emb)
+    spec = DominoSpec(num_slots + 1, 0, (0,), gru_hidden_dim=state, emb_dim=emb)
     embedding = weight(vocab, hidden)
     tensors = {
         "prefix_gru.weight_ih_l0": weight(3 * state, hidden),

@@ -78,7 +78,7 @@ def test_defaults():
     assert speculative.tree == TreeConfig(64, 12, 64, -0.2, "pruned", None)
     assert (speculative.method, speculative.num_speculative_tokens) == ("dflash", 64)
     assert (speculative.drafter.head, speculative.drafter.num_slots) == ("domino", 15)
-    assert speculative.draft_model_config.architecture == "DartreeBlockDrafter"
+    assert speculative.draft_model_config.architecture == "DartreeDFlash"
     assert config.parallel_config.worker_cls == "vllm_dartree.engine.cpu_worker.DartreeCPUWorker"
 
 
@@ -170,7 +170,7 @@ def test_cache_and_input_have_room_for_the_drafters_block_whatever_the_budget(bu
 def test_domino_checkpoints_under_their_own_architecture(changed):
     drafter = changed(DOMINO, architectures=["DominoDraftModel"])
     speculative = engine_args({"model": drafter}).create_engine_config().speculative_config
-    assert speculative.draft_model_config.architecture == "DartreeBlockDrafter"
+    assert speculative.draft_model_config.architecture == "DartreeDFlash"
 
 
 def test_a_drafter_whose_anchor_predicts_has_one_slot_more(changed):

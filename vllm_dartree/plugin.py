@@ -14,7 +14,13 @@ def register() -> None:
 
     On a vLLM that lacks a seam vLLM itself still starts; whoever asks for the method is told then (``compat``).
     """
-    for teach in (_accept_the_method, _check_the_finished_config, _reserve_the_block, _allow_row_local, _add_the_model):
+    for teach in (
+        _accept_the_method,
+        _check_the_finished_config,
+        _reserve_the_block,
+        _allow_row_local,
+        _add_the_models,
+    ):
         try:
             teach()
         except (ImportError, AttributeError) as error:
@@ -105,15 +111,18 @@ def _allow_row_local() -> None:
     _wrap(SamplingParams, "_validate_spec_decode", make)
 
 
-def _add_the_model() -> None:
+def _add_the_models() -> None:
     from vllm import ModelRegistry
 
-    # Domino checkpoints come as DFlashDraftModel, which vLLM knows, or under a name of their own, which vLLM's dflash
-    # looks up with and without its prefix.
+    from vllm_dartree.engine.draft_models import KINDS
+
     known = ModelRegistry.get_supported_archs()
-    for name in ("DartreeBlockDrafter", "DominoDraftModel", "DFlashDominoDraftModel"):
-        if name not in known:
-            ModelRegistry.register_model(name, "vllm_dartree.engine.draft_models.block_drafter:DartreeBlockDrafter")
+    for kind in KINDS:
+        # What vLLM does not know is ours altogether; its dflash looks an architecture up with and without its prefix.
+        names = [kind.registered_name(), *kind.architectures, *(f"DFlash{name}" for name in kind.architectures)]
+        for name in names if kind.vllm_model else ():
+            if name not in known:
+                ModelRegistry.register_model(name, kind.vllm_model)
 
 
 def _is_dartree(speculative_config: Any) -> bool:

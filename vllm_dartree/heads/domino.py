@@ -1,15 +1,49 @@
 """The Domino head: a GRU over the drafted tokens and a low-rank bias from its state and the slot's hidden state."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_dartree.heads.spec import DrafterSpec
+from vllm_dartree.heads.spec import ConfigKeys, DrafterSpec
 from vllm_dartree.heads.tensors import take
 from vllm_dartree.tree import CorrectionHead, DraftBlock
+
+
+@dataclass(frozen=True)
+class DominoSpec(DrafterSpec):
+    gru_hidden_dim: int = 0
+    emb_dim: int = 0
+    pure_draft_prefix_len: int = 0
+
+    head = "domino"
+    anchor_key = "shift_label"
+    tensor_prefixes = ("prefix_gru.", "embed_proj.")
+
+    @classmethod
+    def claims(cls, keys: ConfigKeys) -> bool:
+        return keys.get("projector_type") in ("domino", "causal_v5")
+
+    @classmethod
+    def own_fields(cls, keys: ConfigKeys) -> dict[str, Any]:
+        fields = {
+            name: keys.integer(name, minimum=1, needed_by="the Domino head") for name in ("gru_hidden_dim", "emb_dim")
+        }
+        if keys.get("pure_draft_prefix_len") is not None:
+            fields["pure_draft_prefix_len"] = keys.integer(
+                "pure_draft_prefix_len", minimum=0, needed_by="the Domino head"
+            )
+        return fields
+
+    def make_head(self, tensors: Mapping[str, Tensor], embed: Callable[[Tensor], Tensor]) -> "DominoHead":
+        return DominoHead(self, tensors, embed)
+
+    def num_weights(self, hidden: int, vocabulary: int) -> int:
+        state, emb = self.gru_hidden_dim, self.emb_dim
+        return 3 * state * (hidden + state) + emb * (hidden + state) + vocabulary * emb
 
 
 class _Prepared(NamedTuple):
@@ -25,7 +59,7 @@ class DominoHead(CorrectionHead):
     ``pure_draft_prefix_len`` slots get no bias, while the state advances over them all the same.
 
     Args:
-        spec: of a checkpoint whose head is ``domino``.
+        spec: of the checkpoint.
         tensors: ``prefix_gru.*`` and ``embed_proj.*``; the GRU's biases are optional.
         embed: the target's token embedding, ids ``[...]`` to ``[..., H]``.
 
@@ -33,7 +67,7 @@ class DominoHead(CorrectionHead):
         HeadTensorError: a tensor is missing or has a wrong shape.
     """
 
-    def __init__(self, spec: DrafterSpec, tensors: Mapping[str, Tensor], embed: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, spec: DominoSpec, tensors: Mapping[str, Tensor], embed: Callable[[Tensor], Tensor]) -> None:
         state_size, emb_dim = spec.gru_hidden_dim, spec.emb_dim
         self.embed, self.pure_draft_prefix_len = embed, spec.pure_draft_prefix_len
         self.input_weight = take(tensors, "prefix_gru.weight_ih_l0", (3 * state_size, None))
