@@ -42,7 +42,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ASSETS, help="where the checkpoints and the prompts go")
     parser.add_argument("--work-dir", type=Path, default=Path("runs/tiny_pair"), help="where unfinished work is kept")
     parser.add_argument(
-        "--steps", type=int, help="optimiser steps of target, drafter and selector each (default: 1100, 1200, 400)"
+        "--steps", type=int, help="optimiser steps of target, drafter and selector each (default: 1100, 1200, 200)"
     )
     parser.add_argument("--files", type=int, default=18_000, help="synthetic files in the corpus")
     parser.add_argument("--prompts", type=int, default=96, help="held-out prompts to write")
@@ -290,7 +290,7 @@ def train_selector(
             batch = draft_blocks(target, drafter, corpus.batch(generator, BATCH // 4), generator)
         return {"selector": batch.loss(batch.base + selector(batch.prefix, batch.hidden))}
 
-    Training("selector", selector, [selector.hidden_projection.weight], args, args.steps or 400).run(losses)
+    Training("selector", selector, [selector.hidden_projection.weight], args, args.steps or 200).run(losses)
     return selector
 
 
