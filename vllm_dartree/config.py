@@ -312,15 +312,17 @@ def _read_drafter(keys: Mapping[str, Any], hub_token: Any) -> tuple[dict[str, An
             f"the drafter '{name}' has a {spec.head} head, which belongs to architectures "
             f"{' or '.join(kind.architectures)}, but architectures={raw['architectures']}"
         )
-    top_k = keys.get("dspark_draft_topk")
-    if top_k is not None:
-        if spec.head != "markov":
+    for other in draft_models.KINDS:
+        top_k = keys.get(other.top_k_key)
+        if top_k is None:
+            continue
+        if other is not kind:
             raise DartreeConfigError(
-                f"dspark_draft_topk is {top_k!r}, but it belongs to DSpark drafters and '{name}' is a {kind.name} one; "
-                "leave it out"
+                f"{other.top_k_key} is {top_k!r}, but it belongs to {other.name} drafters and '{name}' is a "
+                f"{kind.name} one; leave it out"
             )
         if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1:
-            raise DartreeConfigError(f"dspark_draft_topk is {top_k!r}, but it must be an integer >= 1")
+            raise DartreeConfigError(f"{other.top_k_key} is {top_k!r}, but it must be an integer >= 1")
         spec = dataclasses.replace(spec, top_k=top_k)
     return raw, spec
 

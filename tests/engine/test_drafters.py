@@ -1,15 +1,21 @@
 """Every kind of drafter: its drafts are those of vLLM's own chain, and its trees change no token."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
+import torch
 from engine import drafters
 from engine.engines import counted, dartree, engine, metric, run, runner, tokens
 from vllm import SamplingParams
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+from vllm.model_executor.models.qwen3_dspark import DSparkMarkovHead
 
 from vllm_dartree.assets import DFLASH2, DSPARK
+from vllm_dartree.engine.draft_models.dspark import projection_rows
 from vllm_dartree.engine.vllm_models import normalize_each_layer
+from vllm_dartree.heads import DrafterConfigError, MarkovHead
+from vllm_dartree.tree import draft_block
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 
@@ -100,6 +106,42 @@ def test_seeded_batches_and_prefix_cache(prompts, model):
     assert tokens(run(trees, batch, params)) == expected
     assert tokens(run(trees, batch, params, arrive_every=2)) == expected
     assert metric(trees, "vllm:prefix_cache_hits") > 0
+
+
+def test_a_quantised_projection_scores_as_vllms_gathered_path():
+    ranks, vocabulary, group = 32, 20, 16
+    torch.manual_seed(0)
+    projection = SimpleNamespace(
+        _retain_weight_for_gather=True,
+        is_w4a16_nvfp4=True,
+        _nvfp4_weight_for_gather=torch.randint(256, (vocabulary, ranks // 2), dtype=torch.uint8),
+        _nvfp4_weight_scale_for_gather=(1 + torch.rand(vocabulary, ranks // group)).to(torch.float8_e4m3fn),
+        _nvfp4_weight_global_scale_for_gather=torch.tensor(0.25),
+        _nvfp4_group_size_for_gather=group,
+    )
+    embedding = torch.randn(vocabulary, ranks)
+    head = MarkovHead(embedding.__getitem__, projection_rows(projection, torch.float32), scale=0.5)
+    anchor, base = torch.tensor([3, 7]), torch.randn(2, 1, vocabulary)
+    block = draft_block(anchor, torch.zeros(2, 1, 1), base, 6)
+    prepared = head.prepare(block)
+    corrected = block.base[:, 0] + head.score(prepared, 0, head.root_state(prepared))[:, 0]
+    logits = torch.full((2, vocabulary), float("-inf"))
+    index = block.candidates[:, 0]
+    DSparkMarkovHead.apply_bias_gathered(
+        SimpleNamespace(markov_w2=projection), embedding[anchor], logits, block.base[:, 0], index, 0.5
+    )
+    torch.testing.assert_close(corrected, logits.gather(1, index))
+
+
+def test_a_projection_quantised_in_another_way_is_refused():
+    packed = SimpleNamespace(
+        _retain_weight_for_gather=True,
+        is_w4a16_nvfp4=False,
+        weight=torch.zeros(4, 2, dtype=torch.float8_e4m3fn),
+        quant_method="Fp8LinearMethod",
+    )
+    with pytest.raises(DrafterConfigError, match=r"'markov_head\.markov_w2' is quantised"):
+        projection_rows(packed, torch.bfloat16)
 
 
 @pytest.mark.slow

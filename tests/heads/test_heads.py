@@ -1,13 +1,15 @@
 """Each head against its definition written with torch's own modules, and its checkpoint errors."""
 
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
 from drafts import spec_of
 from torch import nn
 
-from vllm_dartree.heads import DominoHead, DrafterConfigError, DrafterSpec, MarkovHead, ScoredBlock, SelectorHead
+from vllm_dartree.engine import draft_models
+from vllm_dartree.heads import KINDS, DominoHead, DrafterConfigError, DrafterSpec, MarkovHead, ScoredBlock, SelectorHead
 from vllm_dartree.heads.tensors import HeadTensorError
 from vllm_dartree.tree import draft_block
 
@@ -150,3 +152,27 @@ def test_spec_tells_the_heads_apart():
 def test_spec_errors_name_the_key(changes, words):
     with pytest.raises(DrafterConfigError, match=words):
         DrafterSpec.from_config({"block_size": 16, "dflash_config": NESTED} | changes)
+
+
+def test_a_new_kind_is_found_where_it_is_defined():
+    @dataclass(frozen=True)
+    class EchoSpec(DrafterSpec):
+        head = "echo"
+
+        @classmethod
+        def claims(cls, keys):
+            return keys.get("echo_length") is not None
+
+    class Echo(draft_models.DraftModel):
+        name, heads, architectures, method = "Echo", ("echo",), ("EchoDraftModel",), "dflash"
+
+    try:
+        config = {"block_size": 8, "dflash_config": NESTED, "echo_length": 3, "architectures": ["EchoDraftModel"]}
+        spec = DrafterSpec.from_config(config)
+        assert type(spec) is EchoSpec
+        assert draft_models.kind_of(spec) is Echo
+        assert draft_models.refusal(config) is None
+    finally:
+        del KINDS["echo"]
+        draft_models.KINDS.remove(Echo)
+    assert "EchoDraftModel" in draft_models.refusal(config)

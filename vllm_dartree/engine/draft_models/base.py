@@ -38,6 +38,7 @@ class DraftModel(ABC):
     architectures: ClassVar[tuple[str, ...]]  # in the checkpoint's config.json
     refused: ClassVar[Mapping[str, str]] = {}  # relatives that cannot be driven, and why
     method: ClassVar[str]  # vLLM's own that loads it: dflash or dspark
+    top_k_key: ClassVar[str | None] = None  # of speculative_config, which sets the candidates that it looks at
     vllm_model: ClassVar[str | None] = None  # "module:Class" of our version of vLLM's model, where we need one
 
     head: CorrectionHead

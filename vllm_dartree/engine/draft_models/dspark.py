@@ -24,6 +24,7 @@ class DSpark(DraftModel):
         "Qwen3OmniDSparkModel": "its target's M-RoPE moves along three positions, a tree's rows along one",
     }
     method = "dspark"
+    top_k_key = "dspark_draft_topk"
 
     def __init__(self, model: nn.Module, spec: DrafterSpec, candidates: int, target: nn.Module) -> None:
         super().__init__(model, spec, candidates, target)
@@ -48,7 +49,7 @@ class DSpark(DraftModel):
     @classmethod
     def native_keys(cls, config: Mapping[str, Any], candidates: int) -> dict[str, Any]:
         # Makes vLLM keep the rows of a quantised projection. Gemma4's is never quantised, and vLLM refuses the key.
-        return {} if "Gemma4DSparkModel" in config["architectures"] else {"dspark_draft_topk": candidates}
+        return {} if "Gemma4DSparkModel" in config["architectures"] else {cls.top_k_key: candidates}
 
     def block(self, drafted: Drafted) -> DraftBlock:
         logits = self.model.compute_draft_logits(drafted.hidden.flatten(0, 1))[:, : self.vocabulary]
