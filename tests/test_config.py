@@ -276,6 +276,7 @@ def test_more_candidates_than_a_reduced_vocabulary_has_are_refused(changed):
         ({"architectures": ["Qwen3XPressModel"]}, "does not drive: its refiner settles one block"),
         ({"architectures": ["DSparkDraftModel"], "model_type": "deepseek_v4"}, "DeepSeek's DSpark is part of its"),
         ({"architectures": ["K3DSparkModel"]}, "it drafts with MLA"),
+        ({"architectures": ["Gemma4DSparkModel"]}, "its targets are multimodal models"),
         ({"architectures": ["DFlash2BeamDraftModel"]}, "a beam of its own"),
         (
             {"architectures": ["DFlash2DraftModel"]},

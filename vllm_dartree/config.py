@@ -222,7 +222,7 @@ def create_speculative_config(
     rewritten = copy.copy(args)
     rewritten.speculative_config = {key: value for key, value in keys.items() if key not in TREE_KEYS}
     rewritten.speculative_config |= {"method": kind.method, "num_speculative_tokens": tree.budget}
-    rewritten.speculative_config |= kind.native_keys(raw, tree.candidates)
+    rewritten.speculative_config |= kind.native_keys(tree.candidates)
     for alias in ALIASES:
         setattr(rewritten, alias, None)
     # Before vLLM sees it, who would speak of the key that it is handed on as.

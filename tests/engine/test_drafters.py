@@ -11,10 +11,12 @@ from vllm import SamplingParams
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 from vllm.model_executor.models.qwen3_dspark import DSparkMarkovHead
 
-from vllm_dartree.assets import DFLASH2, DSPARK
+from vllm_dartree.assets import DFLASH2, DSPARK, TARGET
 from vllm_dartree.engine.draft_models.dspark import projection_rows
 from vllm_dartree.engine.vllm_models import normalize_each_layer
 from vllm_dartree.heads import DrafterConfigError, MarkovHead
+from vllm_dartree.reference.checkpoint import load_drafter, load_target
+from vllm_dartree.reference.decoder import ReferenceDecoder
 from vllm_dartree.tree import draft_block
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
@@ -86,6 +88,11 @@ def test_drafts_are_those_of_vllms_own_chain(prompts, checkpoint, kind, num_slot
         assert tokens(run(llm, prompts[:1], GREEDY)) == expected
     assert [drafted[:num_slots] for drafted in seen[1]] == seen[0]
     assert len(seen[0]) > 1
+    if kind == "dflash2":  # the reference's convolution against vLLM's
+        target = load_target(str(TARGET), dtype=torch.float32, device="cpu")
+        generation = ReferenceDecoder(target, load_drafter(model, target), "dflash2").generate(prompts[0], 20)
+        rounds = [done.tree.tokens[0].tolist() for done in generation.rounds]
+        assert rounds == seen[0][: len(rounds)]
     trees = engine(dartree(model=model))
     with counted(trees):
         assert tokens(run(trees, prompts[:3], GREEDY)) == tokens(run(engine(), prompts[:3], GREEDY))

@@ -16,7 +16,7 @@ import requests
 from engine.engines import counted, dartree, engine, run, tokens
 from vllm import SamplingParams
 
-from vllm_dartree.assets import TARGET
+from vllm_dartree.assets import DFLASH2, DOMINO, DSPARK, TARGET
 from vllm_dartree.emulation import child_environment
 
 pytestmark = pytest.mark.slow
@@ -58,7 +58,8 @@ def _environment() -> dict[str, str]:
     return environment
 
 
-def test_tensor_parallel_gives_the_same_tokens(prompts, tmp_path):
+@pytest.mark.parametrize("drafter", [DOMINO, DSPARK, DFLASH2], ids=lambda drafter: drafter.name)
+def test_tensor_parallel_gives_the_same_tokens(prompts, tmp_path, drafter):
     script, out = tmp_path / "offline.py", tmp_path / "tokens.json"
     script.write_text(OFFLINE)
     settings = {
@@ -70,7 +71,7 @@ def test_tensor_parallel_gives_the_same_tokens(prompts, tmp_path):
         "max_num_batched_tokens": 1024,
         "kv_cache_memory_bytes": 64 << 20,
         "tensor_parallel_size": 2,
-        "speculative_config": dartree(),
+        "speculative_config": dartree(model=str(drafter)),
         "disable_log_stats": False,
     }
     job = {"settings": settings, "prompts": prompts[:3], "max_tokens": 24, "out": str(out)}
@@ -80,7 +81,7 @@ def test_tensor_parallel_gives_the_same_tokens(prompts, tmp_path):
     result = json.loads(out.read_text())
     assert result["tokens"] == tokens(run(engine(), prompts[:3], params))
     # A head or an embedding that is wrong on one rank would leave tokens right and ruin the drafts.
-    trees = engine(dartree())
+    trees = engine(dartree(model=str(drafter)))
     with counted(trees) as drafts:
         run(trees, prompts[:3], params)
     assert result["async_scheduling"]

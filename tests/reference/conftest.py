@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from vllm_dartree.assets import DOMINO, DSPARK, PROMPTS, TARGET
+from vllm_dartree.assets import DFLASH2, DOMINO, DSPARK, PROMPTS, TARGET
 from vllm_dartree.heads import KINDS
 from vllm_dartree.reference.checkpoint import Drafter, Target, load_drafter, load_target
 from vllm_dartree.reference.drafter import BlockDrafter
@@ -18,7 +18,8 @@ def target() -> Target:
 
 @pytest.fixture(scope="session")
 def drafters(target) -> dict[str, Drafter]:
-    return {"domino": load_drafter(str(DOMINO), target), "markov": load_drafter(str(DSPARK), target)}
+    folders = {"domino": DOMINO, "markov": DSPARK, "selector": DFLASH2}
+    return {head: load_drafter(str(folder), target) for head, folder in folders.items()}
 
 
 @pytest.fixture(scope="session")

@@ -59,7 +59,7 @@ class DraftModel(ABC):
         return None
 
     @classmethod
-    def native_keys(cls, config: Mapping[str, Any], candidates: int) -> dict[str, Any]:
+    def native_keys(cls, candidates: int) -> dict[str, Any]:
         """Keys of ``speculative_config`` that vLLM's method needs, so that its model serves ``K`` candidates."""
         return {}
 

@@ -16,9 +16,10 @@ _DEEPSEEK = "DeepSeek's DSpark is part of its target, whose MLA the attention ov
 class DSpark(DraftModel):
     name = "DSpark"
     heads = ("markov",)
-    architectures = ("Qwen3DSparkModel", "Gemma4DSparkModel", "DSparkDraftModel")
+    architectures = ("Qwen3DSparkModel", "DSparkDraftModel")
     refused = {
         "DSparkV41DraftModel": _DEEPSEEK,
+        "Gemma4DSparkModel": "its targets are multimodal models, which were not tried with trees",
         "K3DSparkModel": "it drafts with MLA, on GPUs alone, and was not tried with trees",
         "MuseSparkDSparkModel": "vLLM's model of it was not tried with trees",
         "Qwen3OmniDSparkModel": "its target's M-RoPE moves along three positions, a tree's rows along one",
@@ -29,7 +30,7 @@ class DSpark(DraftModel):
     def __init__(self, model: nn.Module, spec: DrafterSpec, candidates: int, target: nn.Module) -> None:
         super().__init__(model, spec, candidates, target)
         markov, logits = model.model.markov_head, model.logits_processor
-        self.vocabulary = getattr(model, "target_vocab_size", model.config.vocab_size)
+        self.vocabulary = model.target_vocab_size
         project = projection_rows(markov.markov_w2, markov.markov_w1.weight.dtype)
         offsets = model.draft_id_to_target_id  # [draft vocabulary], to add to an id; None: the vocabularies are one
         if offsets is not None:
@@ -47,9 +48,8 @@ class DSpark(DraftModel):
         return _DEEPSEEK if is_deepseek else None
 
     @classmethod
-    def native_keys(cls, config: Mapping[str, Any], candidates: int) -> dict[str, Any]:
-        # Makes vLLM keep the rows of a quantised projection. Gemma4's is never quantised, and vLLM refuses the key.
-        return {} if "Gemma4DSparkModel" in config["architectures"] else {cls.top_k_key: candidates}
+    def native_keys(cls, candidates: int) -> dict[str, Any]:
+        return {cls.top_k_key: candidates}  # makes vLLM keep the rows of a quantised projection
 
     def block(self, drafted: Drafted) -> DraftBlock:
         logits = self.model.compute_draft_logits(drafted.hidden.flatten(0, 1))[:, : self.vocabulary]
