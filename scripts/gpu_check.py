@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from tree_round import Round, Sizes, captured, fastest, measured_bandwidth, random_head, with_kernels
 
 from vllm_dartree.engine.kv_layout import PagedLayout
-from vllm_dartree.heads import DominoHead, DrafterSpec
+from vllm_dartree.heads.domino import DominoHead, DominoSpec
 from vllm_dartree.kernels.kv_move import move_slots, move_slots_torch
 from vllm_dartree.kernels.tree_attention import tree_attention, tree_attention_torch
 from vllm_dartree.tree import Topology, topology
@@ -395,7 +395,7 @@ def time_pipeline(report: Report, sizes: PipelineSizes | None = None, device: st
     }
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     layer_ids = tuple(range(0, sizes.layers, max(1, sizes.layers // 5)))[:5]
-    spec = DrafterSpec(16, 0, layer_ids, "domino", gru_hidden_dim=sizes.state, emb_dim=sizes.emb)
+    spec = DominoSpec(16, 0, layer_ids, gru_hidden_dim=sizes.state, emb_dim=sizes.emb)
     with torch.device(device):
         target = Qwen3ForCausalLM(Qwen3Config(**shared, num_hidden_layers=sizes.layers)).to(dtype).eval()
         backbone = BlockDrafter(Qwen3Config(**shared, num_hidden_layers=sizes.drafter_layers), spec).to(dtype).eval()

@@ -93,7 +93,7 @@ def draw(rng: random.Random, text: list[int], number: int) -> Request:
     if rng.random() < 0.3:
         # Not every grammar could go on without its words.
         params |= rng.choice(PENALTIES if "structured_outputs" in params else (*PENALTIES, _bad_words))(rng)
-    patience = rng.randrange(1, 12) if rng.random() < 0.15 else None
+    patience = rng.randrange(1, 12) if rng.random() < 0.2 else None
     return Request(f"{number}", prompt, params, rng.randrange(3), rng.choice((0, 0, 0, 1, 2, 5)), patience)
 
 

@@ -1,6 +1,6 @@
-"""Trains the bundled tiny pair on a CPU: a Qwen3-shaped target and a DFlash-shaped drafter with two heads.
+"""Trains the bundled tiny pair on a CPU: a Qwen3-shaped target and a DFlash-shaped drafter with three heads.
 
-    python scripts/train_tiny_pair.py                     # the bundled pair, about 45 minutes on two cores
+    python scripts/train_tiny_pair.py                     # the bundled pair, about 50 minutes on two cores
     python scripts/train_tiny_pair.py --steps 5 --files 200 --out miniature --work-dir work
 
 Everything is a function of ``--seed`` (and of the standard library of the Python in use, which is part of the
@@ -14,6 +14,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ VOCAB, SEQUENCE, BATCH, ANCHORS, MAX_POSITIONS = 1024, 384, 16, 24, 2048
 END, MASK = "<|endoftext|>", "<|mask|>"
 BLOCK, MARKOV_RANK, LOSS_DECAY = 16, 32, 7.0
 DOMINO = {"projector_type": "domino", "gru_hidden_dim": 128, "emb_dim": 64, "pure_draft_prefix_len": 1}
+DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 64, "selector_rank": 32, "selector_top_k": 16}
 ASSETS = Path(__file__).resolve().parents[1] / "vllm_dartree" / "assets"
 
 
@@ -39,7 +41,9 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ASSETS, help="where the checkpoints and the prompts go")
     parser.add_argument("--work-dir", type=Path, default=Path("runs/tiny_pair"), help="where unfinished work is kept")
-    parser.add_argument("--steps", type=int, help="optimiser steps of target and drafter each (default: 1100 and 1200)")
+    parser.add_argument(
+        "--steps", type=int, help="optimiser steps of target, drafter and selector each (default: 1100, 1200, 200)"
+    )
     parser.add_argument("--files", type=int, default=18_000, help="synthetic files in the corpus")
     parser.add_argument("--prompts", type=int, default=96, help="held-out prompts to write")
     parser.add_argument("--save-every", type=int, default=100, help="steps between two saves of unfinished work")
@@ -71,8 +75,8 @@ class Corpus:
         self.tokens = torch.tensor([token for ids in files for token in ids])
         self.starts = torch.tensor([start for start in starts if start + SEQUENCE <= length])
 
-    def batch(self, generator: torch.Generator) -> Tensor:  # [BATCH, SEQUENCE]
-        starts = self.starts[torch.randint(len(self.starts), (BATCH,), generator=generator)]
+    def batch(self, generator: torch.Generator, size: int = BATCH) -> Tensor:  # [size, SEQUENCE]
+        starts = self.starts[torch.randint(len(self.starts), (size,), generator=generator)]
         return self.tokens[starts[:, None] + torch.arange(SEQUENCE)]
 
 
@@ -188,6 +192,52 @@ class TwoHeadDrafter(nn.Module):
         nn.init.zeros_(self.markov_head.markov_w2.weight)
 
 
+@dataclass
+class BlockBatch:
+    """Blocks behind random anchors in a batch of windows, ``M`` of them."""
+
+    hidden: Tensor  # [M, L, H], the drafter's, of the slots
+    base: Tensor  # [M, L, V]
+    prefix: Tensor  # [M, L] int64, the anchor and the drafted tokens before each slot
+    labels: Tensor  # [M, L] int64, the target's choices
+    weights: Tensor  # [M, L], 0 where an earlier token of the block is not the target's
+
+    def loss(self, logits: Tensor) -> Tensor:
+        entropy = F.cross_entropy(logits.flatten(0, 1), self.labels.flatten(), reduction="none")
+        return (entropy.view_as(self.weights) * self.weights).sum() / self.weights.sum()
+
+
+def draft_blocks(
+    target: Qwen3ForCausalLM, drafter: BlockDrafter, tokens: Tensor, generator: torch.Generator
+) -> BlockBatch:
+    """Drafts ``ANCHORS`` blocks in each window of ``tokens`` (``[N, SEQUENCE]``)."""
+    spec, embed = drafter.spec, target.model.embed_tokens
+    decay = torch.exp(-torch.arange(spec.num_slots) / LOSS_DECAY)
+    windows = tokens.shape[0]
+    positions = torch.arange(SEQUENCE).expand(windows, -1)
+    block_of_row = torch.arange(ANCHORS).repeat_interleave(BLOCK)
+    with torch.no_grad():
+        outputs = target(tokens, use_cache=False, output_hidden_states=True)
+        features = torch.cat([outputs.hidden_states[layer + 1] for layer in spec.target_layer_ids], dim=-1)
+        choices = outputs.logits.argmax(-1)  # [N, SEQUENCE], the target's token after each position
+    anchors = torch.randint(1, SEQUENCE - BLOCK, (windows, ANCHORS), generator=generator)
+    rows = anchors[..., None] + torch.arange(BLOCK)  # [N, ANCHORS, BLOCK]
+    window = torch.gather(tokens, 1, rows.flatten(1)).view_as(rows)
+    labels = torch.gather(choices, 1, rows[..., :-1].flatten(1)).view(windows, ANCHORS, spec.num_slots)
+    agrees = window[..., 1:] == labels
+    counted = torch.cat([torch.ones_like(agrees[..., :1]), agrees.cumprod(-1)[..., :-1].bool()], dim=-1)
+
+    block = torch.full_like(rows, spec.mask_token_id)
+    block[..., 0] = window[..., 0]
+    sees_context = positions[:, None] < anchors[:, block_of_row, None]  # [N, ANCHORS * BLOCK, SEQUENCE]
+    same_block = (block_of_row[:, None] == block_of_row).expand(windows, -1, -1)
+    mask = torch.cat([sees_context, same_block], dim=-1)[:, None]
+    hidden = drafter(embed(block.flatten(1)), rows.flatten(1), drafter.context_kv(features, positions), mask)
+    hidden = hidden.view(windows * ANCHORS, BLOCK, -1)[:, 1:]
+    prefix, weights = window[..., :-1].flatten(0, 1), (counted * decay).flatten(0, 1)
+    return BlockBatch(hidden, target.lm_head(hidden), prefix, labels.flatten(0, 1), weights)
+
+
 def train_drafter(
     target: Qwen3ForCausalLM,
     configs: tuple[dict[str, object], dict[str, object]],
@@ -197,50 +247,64 @@ def train_drafter(
     torch.manual_seed(args.seed + 1)
     module = TwoHeadDrafter(*configs, target)
     drafter, spec = module.drafter, module.drafter.spec
-    slots = spec.num_slots
-    weights = torch.exp(-torch.arange(slots) / LOSS_DECAY)
-    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
-    block_of_row = torch.arange(ANCHORS).repeat_interleave(BLOCK)
-    same_block = block_of_row[:, None] == block_of_row
+    corrected = torch.arange(1, spec.num_slots + 1) > spec.pure_draft_prefix_len
 
     def losses(generator: torch.Generator) -> dict[str, Tensor]:
-        tokens = corpus.batch(generator)
-        with torch.no_grad():
-            outputs = target(tokens, use_cache=False, output_hidden_states=True)
-            features = torch.cat([outputs.hidden_states[layer + 1] for layer in spec.target_layer_ids], dim=-1)
-            choices = outputs.logits.argmax(-1)  # [BATCH, SEQUENCE], the target's token after each position
-        anchors = torch.randint(1, SEQUENCE - BLOCK, (BATCH, ANCHORS), generator=generator)
-        rows = anchors[..., None] + torch.arange(BLOCK)  # [BATCH, ANCHORS, BLOCK]
-        window = torch.gather(tokens, 1, rows.flatten(1)).view_as(rows)
-        labels = torch.gather(choices, 1, rows[..., :-1].flatten(1)).view(BATCH, ANCHORS, slots)
-        agrees = window[..., 1:] == labels
-        counted = torch.cat([torch.ones_like(agrees[..., :1]), agrees.cumprod(-1)[..., :-1].bool()], dim=-1)
-        scale = (counted * weights).flatten(0, 1)
-
-        block = torch.full_like(rows, spec.mask_token_id)
-        block[..., 0] = window[..., 0]
-        sees_context = positions[:, None] < anchors[:, block_of_row, None]  # [BATCH, ANCHORS * BLOCK, SEQUENCE]
-        mask = torch.cat([sees_context, same_block.expand(BATCH, -1, -1)], dim=-1)[:, None]
-        embed = target.model.embed_tokens
-        hidden = drafter(embed(block.flatten(1)), rows.flatten(1), drafter.context_kv(features, positions), mask)
-        hidden = hidden.view(BATCH * ANCHORS, BLOCK, -1)[:, 1:]
-        base = target.lm_head(hidden)  # [BATCH * ANCHORS, slots, VOCAB]
-
-        prefix = window[..., :-1].flatten(0, 1)  # anchor and the drafted tokens before each slot
-        state, _ = drafter.prefix_gru(embed(prefix))
-        correction = drafter.embed_proj(torch.cat([hidden, state], dim=-1))
-        correction = correction * (torch.arange(1, slots + 1) > spec.pure_draft_prefix_len)[:, None]
-        markov = module.markov_head.markov_w2(module.markov_head.markov_w1(prefix))
-
-        def loss(logits: Tensor) -> Tensor:
-            entropy = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-            return (entropy.view_as(scale) * scale).sum() / scale.sum()
-
-        return {"base": loss(base), "domino": loss(base + correction), "markov": loss(base.detach() + markov)}
+        batch = draft_blocks(target, drafter, corpus.batch(generator), generator)
+        state, _ = drafter.prefix_gru(target.model.embed_tokens(batch.prefix))
+        correction = drafter.embed_proj(torch.cat([batch.hidden, state], dim=-1)) * corrected[:, None]
+        markov = module.markov_head.markov_w2(module.markov_head.markov_w1(batch.prefix))
+        return {
+            "base": batch.loss(batch.base),
+            "domino": batch.loss(batch.base + correction),
+            "markov": batch.loss(batch.base.detach() + markov),
+        }
 
     matrices = [p for p in [*drafter.layers.parameters(), *drafter.fc.parameters()] if p.ndim == 2]
     Training("drafter", module, matrices, args, args.steps or 1200).run(losses)
-    return module
+    # What is shipped is bf16; the selector learns on exactly those weights.
+    return module.bfloat16().float().requires_grad_(False)
+
+
+class Selector(nn.Module):
+    """DFlash2's table of transitions: predecessors, modulated by the slot's hidden state, against successors."""
+
+    def __init__(self, hidden_size: int, rank: int) -> None:
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.randn(VOCAB, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(VOCAB, rank))
+        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+
+    def forward(self, prefix: Tensor, hidden: Tensor) -> Tensor:
+        return (self.predecessor_codebook[prefix] * self.hidden_projection(hidden)) @ self.successor_codebook.mT
+
+
+def train_selector(
+    target: Qwen3ForCausalLM, drafter: BlockDrafter, corpus: Corpus, args: argparse.Namespace
+) -> Selector:
+    torch.manual_seed(args.seed + 2)
+    selector = Selector(drafter.config.hidden_size, DFLASH2["selector_rank"])
+
+    def losses(generator: torch.Generator) -> dict[str, Tensor]:
+        with torch.no_grad():
+            batch = draft_blocks(target, drafter, corpus.batch(generator, BATCH // 4), generator)
+        return {"selector": batch.loss(batch.base + selector(batch.prefix, batch.hidden))}
+
+    Training("selector", selector, [selector.hidden_projection.weight], args, args.steps or 200).run(losses)
+    return selector
+
+
+def passing_convolutions(num_layers: int, hidden_size: int) -> dict[str, Tensor]:
+    """DFlash2's convolutions over the rows of a block, set to pass each row through: the backbone has none."""
+    taps, groups = DFLASH2["conv_kernel_size"], hidden_size // DFLASH2["conv_group_size"]
+    base = torch.zeros(2, taps, hidden_size)  # before and after attention or MLP
+    base[:, 0] = 1
+    tensors = {}
+    for layer in range(num_layers):
+        for place in ("attention_conv", "mlp_conv"):
+            tensors[f"layers.{layer}.{place}.base_kernel"] = base.clone()
+            tensors[f"layers.{layer}.{place}.kernel_projection.weight"] = torch.zeros(2 * taps * groups, hidden_size)
+    return tensors
 
 
 def _write_json(path: Path, content: object) -> None:
@@ -285,14 +349,21 @@ def main() -> None:
     dspark = drafter_config(
         {"architectures": ["Qwen3DSparkModel"], "markov_rank": MARKOV_RANK, "sample_from_anchor": False}, mask_token_id
     )
-    module = train_drafter(target, (domino, dspark), corpus, args).bfloat16()
+    dflash2 = drafter_config({"architectures": ["DFlash2DraftModel"], "dflash_config": DFLASH2}, mask_token_id)
+    module = train_drafter(target, (domino, dspark), corpus, args)
+    selector = train_selector(target, module.drafter, corpus, args)
+    module.bfloat16()
     tensors = {name: tensor.contiguous() for name, tensor in module.drafter.state_dict().items()}
     head = {name: tensor for name, tensor in tensors.items() if name.startswith(("prefix_gru.", "embed_proj."))}
     backbone = {name: tensor for name, tensor in tensors.items() if name not in head}
     markov = {f"markov_head.{name}": tensor.contiguous() for name, tensor in module.markov_head.state_dict().items()}
+    edges = {f"candidate_selector.{name}": tensor for name, tensor in selector.state_dict().items()}
+    edges |= passing_convolutions(len(module.drafter.layers), module.drafter.config.hidden_size)
+    edges = {name: tensor.bfloat16() for name, tensor in edges.items()}
     write_drafter(args.out / "tiny-domino", domino, [(None, backbone), (None, head)])
     shared = args.out / "tiny-domino" / "model-00001-of-00002.safetensors"
     write_drafter(args.out / "tiny-dspark", dspark, [(shared, backbone), (None, markov)])
+    write_drafter(args.out / "tiny-dflash2", dflash2, [(shared, backbone), (None, edges)])
 
     # Held out, and short enough to end before the positions that the target has not been trained on.
     known = {prompt_of(text) for text in texts[: args.files]}

@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm_dartree.engine.commit import CachedLayer, commit_rows
 from vllm_dartree.engine.kv_layout import PagedLayout
 from vllm_dartree.engine.state import TreeState
-from vllm_dartree.heads import DominoHead, DrafterSpec
+from vllm_dartree.heads.domino import DominoHead, DominoSpec
 from vllm_dartree.kernels import KERNELS_VARIABLE, use_triton
 from vllm_dartree.tree import DraftBlock, TreeConfig, draft_block, expand, prune, walk
 from vllm_dartree.tree.oracles import sequential_heap
@@ -186,7 +186,7 @@ def random_head(
     def weight(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype) * shape[-1] ** -0.5
 
-    spec = DrafterSpec(num_slots + 1, 0, (0,), "domino", gru_hidden_dim=state, emb_dim=emb)
+    spec = DominoSpec(num_slots + 1, 0, (0,), gru_hidden_dim=state, emb_dim=emb)
     embedding = weight(vocab, hidden)
     tensors = {
         "prefix_gru.weight_ih_l0": weight(3 * state, hidden),

@@ -6,48 +6,44 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_dartree.heads import DominoHead, DrafterSpec, MarginalHead, MarkovHead, SelectorHead
+from vllm_dartree.heads import KINDS, DrafterSpec
 from vllm_dartree.tree import CorrectionHead, DraftBlock, draft_block
 
 HEADS = ("marginal", "markov", "selector", "domino")
 
 
 def spec_of(head: str, **changes: object) -> DrafterSpec:
-    sizes = {"domino": {"gru_hidden_dim": 3, "emb_dim": 2}, "markov": {"markov_rank": 2}}
-    fields = {"block_size": 4, "mask_token_id": 0, "target_layer_ids": (0,), "head": head} | sizes.get(head, {})
-    return DrafterSpec(**fields | changes)
+    sizes = {
+        "domino": {"gru_hidden_dim": 3, "emb_dim": 2},
+        "markov": {"markov_rank": 2},
+        "selector": {"selector_rank": 2, "top_k": 8},
+    }
+    fields = {"block_size": 4, "mask_token_id": 0, "target_layer_ids": (0,)} | sizes.get(head, {})
+    return KINDS[head](**fields | changes)
 
 
 def random_head(kind: str, vocab: int, hidden: int, weights, **spec_changes: object) -> CorrectionHead:
     """A head with weights drawn by ``weights(*shape)``."""
     spec = spec_of(kind, **spec_changes)
+    embedding, tensors = weights(vocab, hidden), {}
     match kind:
-        case "marginal":
-            return MarginalHead()
         case "markov":
-            names = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
-            return MarkovHead.from_tensors(spec, {name: weights(vocab, 2) for name in names})
+            tensors = {f"markov_head.markov_{name}.weight": weights(vocab, 2) for name in ("w1", "w2")}
         case "selector":
-            return SelectorHead.from_tensors(
-                spec,
-                {
-                    "candidate_selector.predecessor_codebook": weights(vocab, 2),
-                    "candidate_selector.successor_codebook": weights(vocab, 2),
-                    "candidate_selector.hidden_projection.weight": weights(2, hidden),
-                },
-            )
-    state, emb = spec.gru_hidden_dim, spec.emb_dim
-    embedding = weights(vocab, hidden)
-    return DominoHead(
-        spec,
-        {
-            "prefix_gru.weight_ih_l0": weights(3 * state, hidden),
-            "prefix_gru.weight_hh_l0": weights(3 * state, state),
-            "embed_proj.0.weight": weights(emb, hidden + state),
-            "embed_proj.2.weight": weights(vocab, emb),
-        },
-        lambda tokens: embedding[tokens],
-    )
+            tensors = {
+                "candidate_selector.predecessor_codebook": weights(vocab, 2),
+                "candidate_selector.successor_codebook": weights(vocab, 2),
+                "candidate_selector.hidden_projection.weight": weights(2, hidden),
+            }
+        case "domino":
+            state, emb = spec.gru_hidden_dim, spec.emb_dim
+            tensors = {
+                "prefix_gru.weight_ih_l0": weights(3 * state, hidden),
+                "prefix_gru.weight_hh_l0": weights(3 * state, state),
+                "embed_proj.0.weight": weights(emb, hidden + state),
+                "embed_proj.2.weight": weights(vocab, emb),
+            }
+    return spec.make_head(tensors, lambda tokens: embedding[tokens])
 
 
 @dataclass

@@ -40,11 +40,11 @@ def controller(clock) -> BudgetController:
     return BudgetController(64, 128, clock)
 
 
-def test_the_ladder_halves_the_budget_down_to_4_and_ends_with_none():
-    assert budget_ladder(64) == (64, 32, 16, 8, 4, 0)
-    assert budget_ladder(15) == (15, 7, 0)
+def test_the_ladder_quarters_the_budget_down_to_4_and_ends_with_none():
+    assert budget_ladder(64) == (64, 16, 4, 0)
+    assert budget_ladder(15) == (15, 0)
     assert budget_ladder(1) == (1, 0)
-    assert batch_size_schedule(8) == [(1, 1, 8), (2, 2, 4), (3, 3, 0)]
+    assert batch_size_schedule(16) == [(1, 1, 16), (2, 2, 4), (3, 3, 0)]
 
 
 def test_free_rows_take_the_largest_tree_and_dear_rows_none(clock):

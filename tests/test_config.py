@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from vllm_dartree.assets import DOMINO, TARGET
+from vllm_dartree.assets import DFLASH2, DOMINO, DSPARK, TARGET
 from vllm_dartree.emulation import activate
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -78,7 +78,7 @@ def test_defaults():
     assert speculative.tree == TreeConfig(64, 12, 64, -0.2, "pruned", None)
     assert (speculative.method, speculative.num_speculative_tokens) == ("dflash", 64)
     assert (speculative.drafter.head, speculative.drafter.num_slots) == ("domino", 15)
-    assert speculative.draft_model_config.architecture == "DartreeBlockDrafter"
+    assert speculative.draft_model_config.architecture == "DartreeDFlash"
     assert config.parallel_config.worker_cls == "vllm_dartree.engine.cpu_worker.DartreeCPUWorker"
 
 
@@ -108,7 +108,7 @@ def test_a_budget_by_load():
     speculative = engine_args({"num_speculative_tokens": 16, "tree_budget": "auto"}).create_engine_config()
     speculative = speculative.speculative_config
     assert speculative.auto_budget
-    assert speculative.num_speculative_tokens_per_batch_size == [(1, 1, 16), (2, 2, 8), (3, 3, 4), (4, 4, 0)]
+    assert speculative.num_speculative_tokens_per_batch_size == [(1, 1, 16), (2, 2, 4), (3, 3, 0)]
     assert not engine_args({"tree_budget": "fixed"}).create_engine_config().speculative_config.auto_budget
     message = refusal({"tree_budget": "large"})
     assert "tree_budget is 'large'; it must be one of 'fixed', 'auto'" in message
@@ -193,7 +193,7 @@ def test_cache_and_input_have_room_for_the_drafters_block_whatever_the_budget(bu
 def test_domino_checkpoints_under_their_own_architecture(changed):
     drafter = changed(DOMINO, architectures=["DominoDraftModel"])
     speculative = engine_args({"model": drafter}).create_engine_config().speculative_config
-    assert speculative.draft_model_config.architecture == "DartreeBlockDrafter"
+    assert speculative.draft_model_config.architecture == "DartreeDFlash"
 
 
 def test_a_drafter_whose_anchor_predicts_has_one_slot_more(changed):
@@ -209,6 +209,107 @@ def test_a_drafter_with_fewer_positions_is_stretched_to_the_targets(changed):
     drafter = changed(DOMINO, max_position_embeddings=128)
     speculative = engine_args({"model": drafter}).create_engine_config().speculative_config
     assert speculative.draft_model_config.hf_config.max_position_embeddings == 512
+
+
+# --- Kinds of drafters ------------------------------------------------------------------------------------------------
+
+LILICORR = {"projector_type": "absent", "lilicorr_candidate_topk": 8}
+
+
+@pytest.mark.parametrize(
+    ("folder", "changes", "method", "head", "architecture", "candidates"),
+    [
+        (DSPARK, {}, "dspark", "markov", "Qwen3DSparkModel", 64),
+        (DSPARK, {"architectures": ["DSparkDraftModel"]}, "dspark", "markov", "Qwen3DSparkModel", 64),
+        (DSPARK, {"dspark_draft_topk": 5}, "dspark", "markov", "Qwen3DSparkModel", 5),
+        (DFLASH2, {}, "dflash", "selector", "DartreeDFlash2", 16),
+        (
+            DOMINO,
+            {"architectures": ["LiLiCorrDraftModel"], "dflash_config": LILICORR},
+            "dflash",
+            "lilicorr",
+            "DartreeLiLiCorr",
+            8,
+        ),
+    ],
+)
+def test_the_kind_is_found_from_the_checkpoint(changed, folder, changes, method, head, architecture, candidates):
+    speculative = engine_args({"model": changed(folder, **changes)}).create_engine_config().speculative_config
+    assert (speculative.method, speculative.drafter.head) == (method, head)
+    assert speculative.draft_model_config.architecture == architecture
+    assert (speculative.tree.candidates, speculative.tree.width) == (candidates, min(12, candidates))
+
+
+def test_dspark_draft_topk_is_the_number_of_candidates():
+    keys = {"model": str(DSPARK), "dspark_draft_topk": 20}
+    assert engine_args(keys).create_engine_config().speculative_config.tree.candidates == 20
+    fewer = engine_args(keys | {"tree_candidates": 15}).create_engine_config().speculative_config
+    assert fewer.tree.candidates == fewer.draft_model_config.hf_config.dspark_draft_topk == 15
+
+
+def test_a_checkpoint_in_the_format_of_speculators(changed):
+    raw = json.loads((DSPARK / "config.json").read_text())
+    drafter = changed(
+        DSPARK,
+        model_type="absent",
+        architectures=["DSparkDraftModel"],
+        speculators_model_type="dspark",
+        speculators_config={},
+        transformer_layer_config={key: raw[key] for key in raw if key not in ("dflash_config", "markov_rank")},
+        aux_hidden_state_layer_ids=[2, 3, 4],
+        mask_token_id=1,
+    )
+    speculative = engine_args({"model": drafter}).create_engine_config().speculative_config
+    assert (speculative.drafter.head, speculative.drafter.num_slots) == ("markov", 15)
+    assert speculative.drafter.target_layer_ids == (1, 2, 3)
+    assert speculative.draft_model_config.architecture == "Qwen3DSparkModel"
+
+
+@pytest.mark.parametrize("budget", [1, 40])
+def test_dsparks_block_has_room_whatever_the_budget(changed, budget):
+    drafter = changed(DSPARK, sample_from_anchor=True)
+    config = engine_args({"model": drafter, "num_speculative_tokens": budget}).create_engine_config()
+    assert config.num_lookahead_tokens == 16
+    assert config.speculative_config.max_num_new_slots_for_drafting == 15
+
+
+@pytest.mark.parametrize(
+    ("folder", "keys", "words"),
+    [
+        (DFLASH2, {"tree_candidates": 17}, "tree_candidates is 17, but this drafter looks at the 16 best candidates"),
+        (DFLASH2, {"tree_candidates": 8, "tree_width": 9}, "tree_width is 9 and tree_candidates is 8"),
+        (DSPARK, {"tree_candidates": 9, "dspark_draft_topk": 8, "tree_width": 4}, "looks at the 8 best candidates"),
+        (DSPARK, {"dspark_draft_topk": 0}, "dspark_draft_topk is 0, but it must be an integer >= 1"),
+        (DOMINO, {"dspark_draft_topk": 8}, "dspark_draft_topk is 8, but it belongs to DSpark drafters and"),
+    ],
+)
+def test_more_candidates_than_the_drafter_looks_at_are_refused(folder, keys, words):
+    assert words in refusal({"model": str(folder)} | keys)
+
+
+def test_more_candidates_than_a_reduced_vocabulary_has_are_refused(changed):
+    assert "tree_candidates is 64, but the vocabulary has 40 tokens" in refusal(
+        {"model": changed(DSPARK, draft_vocab_size=40)}
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["Qwen3XPressModel"]}, "does not drive: its refiner settles one block"),
+        ({"architectures": ["DSparkDraftModel"], "model_type": "deepseek_v4"}, "DeepSeek's DSpark is part of its"),
+        ({"architectures": ["K3DSparkModel"]}, "it drafts with MLA"),
+        ({"architectures": ["Gemma4DSparkModel"]}, "its targets are multimodal models"),
+        ({"architectures": ["DFlash2BeamDraftModel"]}, "a beam of its own"),
+        (
+            {"architectures": ["DFlash2DraftModel"]},
+            "has a markov head, which belongs to architectures Qwen3DSparkModel",
+        ),
+    ],
+)
+def test_drafters_that_cannot_be_driven_are_refused_with_the_reason(changed, changes, words):
+    message = refusal({"model": changed(DSPARK, **changes)})
+    assert words in message and changes["architectures"][0] in message
 
 
 # --- Other methods ---------------------------------------------------------------------------------------------------
@@ -612,7 +713,7 @@ def graph_requests(config, rows: int) -> dict[int, int]:
 
 @pytest.mark.parametrize("budget", [8, 64])
 def test_graphs_cover_trees_and_pad_neither_them_nor_the_drafter(budget):
-    from vllm_dartree.config import MAX_GRAPH_TOKENS
+    from vllm_dartree.graphs import MAX_GRAPH_TOKENS
 
     config = graph_sizes({"num_speculative_tokens": budget})
     covered = min(64, MAX_GRAPH_TOKENS // (budget + 1))
@@ -631,13 +732,19 @@ def test_sizes_follow_the_budgets_of_a_schedule():
     assert 64 * 17 in sizes and max(sizes) < 65 * 20
 
 
+def test_any_budget_of_the_automatic_ones_may_come_at_any_batch_size():
+    config = graph_sizes({"num_speculative_tokens": 64, "tree_budget": "auto"})
+    for rows, covered in ((65, 31), (17, 64), (5, 64)):
+        assert set(range(1, covered + 1)).issubset(graph_requests(config, rows))
+
+
 def test_sizes_that_a_user_gives_are_left_alone():
     assert graph_sizes(sizes=[65, 130]).compilation_config.cudagraph_capture_sizes == [65, 130]
     assert max(graph_sizes(largest=256).compilation_config.cudagraph_capture_sizes) <= 256
 
 
 def test_other_methods_keep_vllms_sizes():
-    from vllm_dartree.config import request_counts
+    from vllm_dartree.graphs import request_counts
 
     native = graph_sizes({"method": "dflash", "num_speculative_tokens": 15})
     assert max(native.compilation_config.cudagraph_capture_sizes) <= 512

@@ -26,7 +26,7 @@ def test_a_miniature_trains_loads_and_decodes(tmp_path):
     prompts = load_prompts(str(tmp_path / "prompts.jsonl"), target.tokenizer)
     assert len(prompts) == 4
     expected = ReferenceDecoder(target, None, "ar").generate(prompts[0], 12).tokens
-    for name in ("tiny-domino", "tiny-dspark"):
+    for name in ("tiny-domino", "tiny-dspark", "tiny-dflash2"):
         decoder = ReferenceDecoder(target, load_drafter(str(tmp_path / name), target), "dartree")
         assert decoder.generate(prompts[0], 12).tokens == expected
 

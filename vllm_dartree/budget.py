@@ -29,10 +29,13 @@ PREFILL_SHARE = 0.25
 
 
 def budget_ladder(budget: int) -> tuple[int, ...]:
-    """Budgets to choose from, falling: ``budget``, its halves down to 4 nodes, and none."""
+    """Budgets to choose from, falling: ``budget``, its quarters down to 4 nodes, and none.
+
+    Few, since each one wants CUDA graphs of its own.
+    """
     ladder = [budget]
-    while ladder[-1] >= 8:
-        ladder.append(ladder[-1] // 2)
+    while ladder[-1] >= 16:
+        ladder.append(ladder[-1] // 4)
     return (*ladder, 0)
 
 

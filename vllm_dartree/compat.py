@@ -47,6 +47,7 @@ class Seam:
 _V2 = "vllm.v1.worker.gpu"
 _DFLASH = f"{_V2}.spec_decode.dflash"
 _REJECTION = f"{_V2}.spec_decode.rejection_sampler"
+_MODELS = "vllm.model_executor.models"
 
 SEAMS = (
     # Accepting the method, and checking the configuration: plugin.py, config.py.
@@ -238,6 +239,7 @@ SEAMS = (
             "expanded_local_pos",
             "seq_lens",
             "seq_lens_cpu_upper_bound",
+            "query_start_loc",
             "input_ids",
             "positions",
             "logits_indices",
@@ -294,7 +296,9 @@ SEAMS = (
         "DFlashSpeculator",
         members=(
             "_speculator_name",
+            "method",
             "model",
+            "hidden_states",
             "max_num_reqs",
             "max_num_tokens",
             "num_speculative_steps",
@@ -308,16 +312,49 @@ SEAMS = (
         ),
     ),
     Seam(f"{_DFLASH}.utils", "load_dflash_model", ("target_model", "vllm_config")),
+    Seam(f"{_V2}.spec_decode.dspark.utils", "load_dspark_model", ("target_model", "vllm_config")),
+    Seam("vllm.config", "set_current_vllm_config", ("vllm_config",)),
     Seam(
-        "vllm.model_executor.models.qwen3_dflash",
+        f"{_MODELS}.qwen3_dflash",
         "DFlashQwen3ForCausalLM",
-        members=("model_cls", "embed_input_ids", "compute_logits", "load_weights"),
+        members=("embed_input_ids", "compute_logits", "load_weights", "model", "config"),
     ),
-    Seam("vllm.model_executor.models.qwen3_dflash", "DFlashQwen3ForCausalLM.load_weights", ("weights",), closed=True),
-    Seam("vllm.model_executor.models.qwen3_dflash", "DFlashQwen3Model", members=("layers",)),
-    Seam("vllm.model_executor.models.qwen3_dflash", "DFlashQwen3Model._normalize_context_k", ("all_k",), closed=True),
+    Seam(f"{_MODELS}.qwen3_dflash", "DFlashQwen3ForCausalLM.load_weights", ("weights",), closed=True),
+    Seam(f"{_MODELS}.qwen3_dflash", "DFlashQwen3Model", members=("layers", "hidden_norm")),
+    Seam(f"{_MODELS}.qwen3_dflash", "DFlashQwen3Model._normalize_context_k", ("all_k",), closed=True),
     Seam(
-        "vllm.model_executor.models.qwen3_dflash",
+        f"{_MODELS}.qwen3_dspark",
+        "Qwen3DSparkForCausalLM",
+        members=("logits_processor", "target_vocab_size", "draft_id_to_target_id", "model", "config"),
+    ),
+    Seam(f"{_MODELS}.qwen3_dspark", "Qwen3DSparkForCausalLM.compute_draft_logits", ("hidden_states",)),
+    Seam(f"{_MODELS}.qwen3_dspark", "Qwen3DSparkForCausalLM.map_draft_to_target", ("draft_ids",)),
+    Seam(f"{_MODELS}.qwen3_dspark", "DSparkMarkovHead", members=("markov_w1", "markov_w2", "apply_bias_gathered")),
+    Seam(f"{_MODELS}.qwen3_dspark", "DSparkMarkovHead.embed", ("token_ids",)),
+    Seam("vllm.model_executor.layers.logits_processor", "LogitsProcessor", members=("scale", "soft_cap")),
+    Seam(
+        "vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils",
+        "dequantize_to_dtype",
+        ("tensor_fp4", "tensor_sf", "global_scale", "dtype", "block_size", "swizzle"),
+    ),
+    Seam(f"{_MODELS}.qwen3_dflash2", "DFlash2Qwen3ForCausalLM.compute_candidates", ("hidden_states",)),
+    Seam(
+        f"{_MODELS}.qwen3_dflash2",
+        "CandidateSelector.forward",
+        ("candidate_ids", "unary_logits", "hidden_states", "anchor_token_ids"),
+    ),
+    Seam(f"{_MODELS}.lilicorr", "LiLiCorrForCausalLM.compute_candidates", ("hidden_states",)),
+    Seam(
+        f"{_MODELS}.lilicorr",
+        "LiLiCorrHead.forward",
+        ("token_embeddings", "candidate_log_probs", "pass_hidden", "anchor_hidden", "anchor_valid"),
+    ),
+    Seam(
+        "vllm.transformers_utils.configs.speculators",
+        "SpeculatorsConfig.extract_transformers_pre_trained_config",
+    ),
+    Seam(
+        f"{_MODELS}.qwen3_dflash",
         "DFlashQwen3Model._build_context_kv_buffers",
         ("layers_attn", "has_bias"),
         closed=True,

@@ -21,16 +21,18 @@ from transformers import PreTrainedConfig
 from vllm.config import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
-from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_dartree.budget import batch_size_schedule
 from vllm_dartree.chains import default_penalties
+from vllm_dartree.engine import draft_models
 from vllm_dartree.heads import DrafterSpec
 from vllm_dartree.tree import TreeConfig, TreeConfigError
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_dartree.engine.draft_models import DraftModel
 
 logger = logging.getLogger("vllm.dartree")  # below "vllm", so that vLLM's handlers and level apply
 
@@ -52,23 +54,16 @@ ALIASES = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_s
 UNUSED_TREE_KEYS = {"fixed": ("tree_width",), "chain": ("tree_width", "tree_depth_bonus")}
 # vLLM's keys that belong to other methods; False and null ask for nothing and are let through.
 FOREIGN_KEYS = re.compile(
-    r"prompt_lookup_\w+|suffix_decoding_\w+|synthetic_\w+|fly_\w+|xpress_topc|dspark_draft_topk|draft_lm_head_quantization"
+    r"prompt_lookup_\w+|suffix_decoding_\w+|synthetic_\w+|fly_\w+|xpress_topc|draft_lm_head_quantization"
     r"|index_share_for_mtp_iteration|use_heterogeneous_vocab|use_local_argmax_reduction|enable_adaptive_verification"
 )
 # Keys that vLLM fills in itself.
 INTERNAL_KEYS = ("target_model_config", "target_parallel_config", "draft_model_config", "draft_parallel_config")
-DRAFTER_ARCHITECTURE = "DartreeBlockDrafter"
-# Of the checkpoints of plain DFlash, and of Domino, which come under either.
-ARCHITECTURES = ("DFlashDraftModel", "DominoDraftModel")
 # Attention backends whose cache is vLLM's paged one with a slot's key and value side by side, and the CPU's.
 PAGED_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 BACKENDS = (*PAGED_BACKENDS, "CPU_ATTN")
 # For these kinds of RoPE a larger ``max_position_embeddings`` only makes vLLM's table of angles longer.
 PLAIN_ROPE = ("default", "linear", "llama3", "ntk", "proportional")
-
-
-# Tokens of a step beyond which its kernels take longer than launching them one by one.
-MAX_GRAPH_TOKENS = 2048
 
 
 class DartreeConfigError(ValueError):
@@ -105,7 +100,10 @@ class DartreeSpeculativeConfig(SpeculativeConfig):
         vLLM counts ``B``, or 0 where it bounds the number of requests by ``num_lookahead_tokens`` instead; the
         drafter's block has ``L`` slots, whatever the budget.
         """
-        return self.num_lookahead_tokens - 1 if super().max_num_new_slots_for_drafting else 0
+        of_two = copy.copy(self)
+        of_two.num_speculative_tokens = 2  # with a budget of 1, DSpark's count would be 0 either way
+        is_counted = super(DartreeSpeculativeConfig, of_two).max_num_new_slots_for_drafting > 0
+        return self.num_lookahead_tokens - 1 if is_counted else 0
 
     @property
     def num_lookahead_tokens(self) -> int:
@@ -254,31 +252,36 @@ def create_speculative_config(
             f"target's ranks, of which there are {ranks}; leave it out"
         )
 
-    spec = _read_drafter(keys, getattr(args, "hf_token", None))
+    raw, spec = _read_drafter(keys, getattr(args, "hf_token", None))
+    kind = draft_models.kind_of(spec)
+    if spec.top_k is not None:
+        tree = _within_top_k(tree, keys, spec.top_k)
     with _users_words():
         widths = tree.widths(spec.num_slots)
 
     # On a copy: rewritten for good, a second call would silently make plain dflash of it.
     rewritten = copy.copy(args)
     rewritten.speculative_config = {key: value for key, value in keys.items() if key not in (*TREE_KEYS, BUDGET_KEY)}
-    rewritten.speculative_config |= {"method": "dflash", "num_speculative_tokens": tree.budget}
+    rewritten.speculative_config |= {"method": kind.method, "num_speculative_tokens": tree.budget}
+    rewritten.speculative_config |= kind.native_keys(tree.candidates)
     for alias in ALIASES:
         setattr(rewritten, alias, None)
-    base = native(rewritten, target_model_config, target_parallel_config)
-
-    _check_fit(keys["model"], spec, base.draft_model_config.hf_config, target_model_config)
-    vocabulary = target_model_config.hf_text_config.vocab_size
+    # Before vLLM sees it, who would speak of the key that it is handed on as.
+    vocabulary = raw.get("draft_vocab_size") or target_model_config.hf_text_config.vocab_size
     if tree.candidates > vocabulary:
         raise DartreeConfigError(
             f"tree_candidates is {tree.candidates}, but the vocabulary has {vocabulary} tokens; it must be at most that"
         )
+    base = native(rewritten, target_model_config, target_parallel_config)
+
+    _check_fit(keys["model"], spec, base.draft_model_config.hf_config, target_model_config)
     if tree.budget > sum(widths):
         tree = _fit_budget(tree, sum(widths), is_given=keys.get("num_speculative_tokens") is not None)
         base.num_speculative_tokens = tree.budget
 
     if auto_budget:
         base.num_speculative_tokens_per_batch_size = batch_size_schedule(tree.budget)
-    _hand_over(base)
+    _hand_over(base, kind)
     target_parallel_config.worker_cls = worker_class()
     if penalties := default_penalties(target_model_config.get_diff_sampling_param()):
         logger.warning(
@@ -298,54 +301,33 @@ def create_speculative_config(
     return made
 
 
-def request_counts(limit: int) -> list[int]:
-    """Numbers of requests up to ``limit``, so that the next one is at most an eighth larger than what it pads."""
-    counts, count = [], 1
-    while count < limit:
-        counts.append(count)
-        count += max(1, count // 8)
-    return [*counts, limit] if limit > 0 else []
+def _within_top_k(tree: TreeConfig, keys: Mapping[str, Any], top_k: int) -> TreeConfig:
+    """The tree of a drafter that looks at ``top_k`` candidates of a slot: K and W default to what there is.
 
-
-def add_graph_sizes(vllm_config: VllmConfig) -> None:
-    """Adds to the sizes of CUDA graphs, in tokens, the batches that trees come in.
-
-    Target and drafter share one list, from which vLLM takes what is a number of requests times the rows of each: a
-    request has ``B + 1`` verify rows (or as many as ``num_speculative_tokens_per_batch_size`` says) and the rows of the
-    drafter's block, so the list holds the same numbers of requests times both. What is no multiple of either serves
-    batches with prompts, in vLLM's piecewise graphs.
+    Raises:
+        DartreeConfigError: more of them are asked for.
     """
-    speculative, compilation = vllm_config.speculative_config, vllm_config.compilation_config
-    max_num_seqs = vllm_config.scheduler_config.max_num_seqs
-    widest = {speculative.num_speculative_tokens + 1: max_num_seqs}  # verify rows: requests in the largest such batch
-    if speculative.num_speculative_tokens_per_batch_size is not None:
-        schedule = build_dynamic_sd_schedule_lookup(
-            speculative.num_speculative_tokens_per_batch_size, max_num_seqs, speculative.num_speculative_tokens
+    candidates = tree.candidates if keys.get("tree_candidates") is not None else top_k
+    if candidates > top_k:
+        raise DartreeConfigError(
+            f"tree_candidates is {candidates}, but this drafter looks at the {top_k} best candidates of a slot alone; "
+            "it must be at most that"
         )
-        widest = {nodes + 1: requests for requests, nodes in enumerate(schedule) if requests}
-    widest = {rows: min(requests, MAX_GRAPH_TOKENS // rows) for rows, requests in widest.items()}
-    sizes = {rows * count for rows, requests in widest.items() for count in request_counts(requests)}
-    most, block = max(widest.values()), speculative.drafter.num_query_rows
-    sizes |= {block * count for count in request_counts(min(most, MAX_GRAPH_TOKENS // block))}
-    compilation.cudagraph_capture_sizes = sorted(sizes.union(compilation.cudagraph_capture_sizes))
-    compilation.max_cudagraph_capture_size = None
-    logger.info(
-        "CUDA graphs cover trees of up to %d requests, and %d sizes in all; set cudagraph_capture_sizes or "
-        "max_cudagraph_capture_size to choose others",
-        most,
-        len(compilation.cudagraph_capture_sizes),
-    )
+    width = tree.width if keys.get("tree_width") is not None else min(tree.width, candidates)
+    with _users_words():
+        return dataclasses.replace(tree, candidates=candidates, width=width)
 
 
-def _hand_over(base: SpeculativeConfig) -> None:
-    """Makes vLLM load the drafter as our model."""
+def _hand_over(base: SpeculativeConfig, kind: type[DraftModel]) -> None:
+    """Makes vLLM load the drafter as our model, where that is not vLLM's own."""
     hf = base.draft_model_config.hf_config
-    hf.architectures = [DRAFTER_ARCHITECTURE]
     nested = getattr(hf, "dflash_config", None) or {}
     if nested.get("sample_from_anchor"):
         # vLLM's speculator refuses it; ours lays the block out by the DrafterSpec, which has read it.
         hf.dflash_config = nested | {"sample_from_anchor": False}
-    base.update_arch_()
+    if kind.vllm_model is not None:
+        hf.architectures = [kind.registered_name()]
+        base.update_arch_()
 
 
 def _fit_budget(tree: TreeConfig, num_nodes: int, *, is_given: bool) -> TreeConfig:
@@ -362,8 +344,8 @@ def _fit_budget(tree: TreeConfig, num_nodes: int, *, is_given: bool) -> TreeConf
     return tree
 
 
-def _read_drafter(keys: Mapping[str, Any], hub_token: Any) -> DrafterSpec:
-    """The block and the head of the drafter, from its ``config.json``.
+def _read_drafter(keys: Mapping[str, Any], hub_token: Any) -> tuple[dict[str, Any], DrafterSpec]:
+    """The drafter's ``config.json`` and what it says about block and head.
 
     Before vLLM reads it, whose answer to a checkpoint that is no drafter is a list of all that it knows.
     """
@@ -374,19 +356,39 @@ def _read_drafter(keys: Mapping[str, Any], hub_token: Any) -> DrafterSpec:
         raise DartreeConfigError(
             f"speculative_config has model={name!r}, but there is no config.json of a checkpoint to be had: {error}"
         ) from error
-    architectures = raw.get("architectures") or []
-    if not set(architectures).intersection(ARCHITECTURES):
-        raise DartreeConfigError(
-            f"the drafter '{name}' has architectures={architectures}; method 'dartree' drives drafters with "
-            f"{' or '.join(ARCHITECTURES)}"
-        )
+    raw = _without_speculators_format(raw)
+    reason = draft_models.refusal(raw)
+    if reason is not None:
+        raise DartreeConfigError(f"the drafter '{name}' has {reason}")
     spec = DrafterSpec.from_config(raw)
-    if spec.head not in ("domino", "marginal"):
+    kind = draft_models.kind_of(spec)
+    if not set(raw["architectures"]).intersection(kind.architectures):
         raise DartreeConfigError(
-            f"the drafter '{name}' has a {spec.head} head; this version of method 'dartree' drives drafters with a "
-            "Domino head and plain DFlash drafters, which have none"
+            f"the drafter '{name}' has a {spec.head} head, which belongs to architectures "
+            f"{' or '.join(kind.architectures)}, but architectures={raw['architectures']}"
         )
-    return spec
+    for other in draft_models.KINDS:
+        top_k = keys.get(other.top_k_key)
+        if top_k is None:
+            continue
+        if other is not kind:
+            raise DartreeConfigError(
+                f"{other.top_k_key} is {top_k!r}, but it belongs to {other.name} drafters and '{name}' is a "
+                f"{kind.name} one; leave it out"
+            )
+        if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1:
+            raise DartreeConfigError(f"{other.top_k_key} is {top_k!r}, but it must be an integer >= 1")
+        spec = dataclasses.replace(spec, top_k=top_k)
+    return raw, spec
+
+
+def _without_speculators_format(raw: dict[str, Any]) -> dict[str, Any]:
+    """The config of a checkpoint in the format of the library *speculators* as vLLM reads it; others as they are."""
+    if "speculators_model_type" not in raw:
+        return raw
+    from vllm.transformers_utils.configs.speculators import SpeculatorsConfig
+
+    return {"block_size": raw.get("block_size")} | SpeculatorsConfig.extract_transformers_pre_trained_config(raw)
 
 
 def _check_fit(name: str, spec: DrafterSpec, hf: PreTrainedConfig, target: ModelConfig) -> None:

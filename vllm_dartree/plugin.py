@@ -20,7 +20,7 @@ def register() -> None:
         _reserve_the_block,
         _choose_the_graphs,
         _let_requests_in,
-        _add_the_model,
+        _add_the_models,
         _report_trees,
         _choose_budgets,
     ):
@@ -109,9 +109,9 @@ def _choose_the_graphs() -> None:
             is_given = (compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size) != (None, None)
             native(self)
             if _is_dartree(self.speculative_config) and not is_given and compilation.cudagraph_capture_sizes:
-                from vllm_dartree import config
+                from vllm_dartree import graphs
 
-                config.add_graph_sizes(self)
+                graphs.add_graph_sizes(self)
                 native(self)  # which drops and checks as it does with sizes that a user gives
 
         return _set_cudagraph_sizes
@@ -137,15 +137,18 @@ def _let_requests_in() -> None:
     _wrap(SamplingParams, "_validate_spec_decode", make)
 
 
-def _add_the_model() -> None:
+def _add_the_models() -> None:
     from vllm import ModelRegistry
 
-    # Domino checkpoints come as DFlashDraftModel, which vLLM knows, or under a name of their own, which vLLM's dflash
-    # looks up with and without its prefix.
+    from vllm_dartree.engine.draft_models import KINDS
+
     known = ModelRegistry.get_supported_archs()
-    for name in ("DartreeBlockDrafter", "DominoDraftModel", "DFlashDominoDraftModel"):
-        if name not in known:
-            ModelRegistry.register_model(name, "vllm_dartree.engine.draft_models.block_drafter:DartreeBlockDrafter")
+    for kind in KINDS:
+        # What vLLM does not know is ours altogether; its dflash looks an architecture up with and without its prefix.
+        names = [kind.registered_name(), *kind.architectures, *(f"DFlash{name}" for name in kind.architectures)]
+        for name in names if kind.vllm_model else ():
+            if name not in known:
+                ModelRegistry.register_model(name, kind.vllm_model)
 
 
 def _report_trees() -> None:

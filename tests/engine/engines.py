@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from engine.extensions import REASONING_PARSER
 from vllm import LLM, RequestOutput, SamplingParams
+from vllm.config import VllmConfig
+from vllm.platforms.cpu import CpuPlatform
 
 from vllm_dartree.assets import DOMINO, TARGET
 
@@ -38,8 +40,27 @@ def _engine(speculative: str, settings: str) -> LLM:
     return LLM(**defaults | json.loads(settings), speculative_config=json.loads(speculative))
 
 
+@contextmanager
+def asynchronous_scheduling() -> Iterator[None]:
+    """Lets engines that are started within it, and ask for it, schedule asynchronously, as on a GPU: vLLM would not
+    on a CPU."""
+    check = CpuPlatform.check_and_update_config
+
+    def check_and_keep(vllm_config: VllmConfig) -> None:
+        asked = vllm_config.scheduler_config.async_scheduling
+        check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = asked
+
+    CpuPlatform.check_and_update_config = staticmethod(check_and_keep)
+    try:
+        yield
+    finally:
+        CpuPlatform.check_and_update_config = staticmethod(check)
+
+
 def crowded(target: str, drafter: str) -> tuple[LLM, LLM]:
-    """Engines that know reasoning: without speculation, and with trees and six cache blocks for eight requests."""
+    """Engines that know reasoning: one without speculation, and one with trees, with six cache blocks for eight
+    requests and with asynchronous scheduling."""
     settings = {
         "model": target,
         "max_model_len": 256,
@@ -50,7 +71,10 @@ def crowded(target: str, drafter: str) -> tuple[LLM, LLM]:
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
     }
     scarce = {"kv_cache_memory_bytes": 3 << 20, "scheduling_policy": "priority", "enable_prefix_caching": True}
-    return engine(**settings), engine(dartree(8, drafter, tree_width=4), **settings | scarce)
+    with asynchronous_scheduling():
+        trees = engine(dartree(8, drafter, tree_width=4), **settings | scarce, async_scheduling=True)
+    assert trees.llm_engine.vllm_config.scheduler_config.async_scheduling
+    return engine(**settings), trees
 
 
 @dataclass

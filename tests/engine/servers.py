@@ -52,7 +52,7 @@ def server(speculative: dict[str, object], *arguments: str, **variables: str) ->
     process = subprocess.Popen([*command, *arguments], env=child_processes() | variables, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 400
         while True:
             assert process.poll() is None, "the server ended while it started"
             assert time.monotonic() < deadline, "the server did not start"

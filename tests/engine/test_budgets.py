@@ -18,7 +18,7 @@ def test_an_automatic_budget_changes_speed_and_no_token(prompts):
     controller.observe_round = lambda nodes, accepted: (verified.add(nodes), observe(nodes, accepted))
     with counted(trees) as drafts:
         assert tokens(run(trees, prompts[:5], GREEDY, arrive_every=2)) == expected
-    assert {4, 8, 16} <= verified
+    assert {4, 16} <= verified
     assert drafts.accepted > 0
     assert 0 in {nodes for _, nodes in controller.seconds}
 

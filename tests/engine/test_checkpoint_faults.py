@@ -11,7 +11,7 @@ from engine.engines import counted, dartree, engine, run, runner, tokens
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
-from vllm_dartree.engine.draft_models.checkpoint import DrafterTensorError
+from vllm_dartree.engine.checkpoint import DrafterTensorError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
 BACKBONE, HEAD = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

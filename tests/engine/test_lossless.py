@@ -11,7 +11,7 @@ from vllm import SamplingParams
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 
 from vllm_dartree.assets import DOMINO, TARGET
-from vllm_dartree.engine.draft_models.block_drafter import DartreeBlockModel
+from vllm_dartree.engine.vllm_models import normalize_each_layer
 from vllm_dartree.reference.checkpoint import load_drafter, load_target
 from vllm_dartree.reference.decoder import ReferenceDecoder
 from vllm_dartree.tree import TreeConfig
@@ -87,7 +87,7 @@ def test_a_gru_with_biases(prompts, drafter_with):
     index.write_text(json.dumps(content))
     expected = tokens(run(engine(), prompts[:2], GREEDY))
     trees = engine(dartree(model=str(folder)))
-    assert runner(trees).speculator.head.input_bias is not None
+    assert runner(trees).speculator.draft_model.head.input_bias is not None
     with counted(trees) as drafts:
         assert tokens(run(trees, prompts[:2], GREEDY)) == expected
     assert drafts.accepted > 0
@@ -197,8 +197,8 @@ def test_tau_is_the_same_at_any_concurrency(prompts):
 
 def test_a_marginal_chain_drafts_exactly_as_vllms_own_dflash(prompts, drafter_with, monkeypatch):
     """A wrong row of features, position or cache slot would leave tokens right and change what is accepted."""
-    # vLLM's own has the fault that DartreeBlockModel mends; alike in all else, they draft alike.
-    monkeypatch.setattr(DFlashQwen3Model, "_normalize_context_k", DartreeBlockModel._normalize_context_k)
+    # vLLM's own has the fault that mend_context_keys mends; alike in all else, they draft alike.
+    monkeypatch.setattr(DFlashQwen3Model, "_normalize_context_k", normalize_each_layer)
     plain_drafter = drafter_with(projector_type=None)
     native = engine({"method": "dflash", "model": plain_drafter, "num_speculative_tokens": 15})
     assert type(runner(native)).__module__.startswith("vllm."), "dflash stays vLLM's own with the plugin installed"

@@ -83,7 +83,7 @@ def test_preemptions_amid_verification_with_priorities_and_grammars(crowded_engi
                 seen[output.request_id] = list(output.outputs[0].token_ids)
     assert [seen[str(number)] for number in range(8)] == expected
     assert drafts.preemptions > 3
-    assert drafts.tau > 2
+    assert drafts.accepted > 100
 
 
 def test_a_guided_request_is_the_first_of_an_engine(padded_pair, prompts):

@@ -17,10 +17,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 pytestmark = pytest.mark.slow
 
-COLOURS = {
-    "json": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 2, "maxItems": 4},
-    "disable_any_whitespace": True,
-}
+COLOURS = {"json": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 2, "maxItems": 4}}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +38,8 @@ def ask(client, prompt: list[int], max_tokens: int = 16, **keys: object):
 
 
 def expected(prompts: list[list[int]], max_tokens: int = 16, **keys: object) -> list[list[int]]:
-    return tokens(run(engine(), prompts, SamplingParams(temperature=0, max_tokens=max_tokens, **keys)))
+    params = SamplingParams(**{"temperature": 0, "max_tokens": max_tokens} | keys)
+    return tokens(run(engine(), prompts, params))
 
 
 # --- What it answers -------------------------------------------------------------------------------------------------
@@ -118,11 +116,14 @@ def test_logprobs_of_given_tokens(client, prompts):
 
 
 def test_structured_output_parses_when_it_is_streamed(client, prompts):
-    params = StructuredOutputsParams(**COLOURS)
-    wanted = expected(prompts[:1], 48, structured_outputs=params)[0]
-    chunks = list(ask(client, prompts[0], 48, stream=True, extra_body={"structured_outputs": COLOURS}))
+    # Left to its own choice, the model puts white space into the array for ever.
+    sampling = {"temperature": 1.2, "seed": 6}
+    wanted = expected(prompts[:1], 60, structured_outputs=StructuredOutputsParams(**COLOURS), **sampling)[0]
+    chunks = list(ask(client, prompts[0], 60, stream=True, extra_body={"structured_outputs": COLOURS}, **sampling))
     assert [token for chunk in chunks for token in chunk.choices[0].token_ids or []] == wanted
-    assert set(json.loads("".join(chunk.choices[0].text for chunk in chunks))) <= {"red", "green", "blue"}
+    colours = json.loads("".join(chunk.choices[0].text for chunk in chunks))
+    assert 2 <= len(colours) <= 4
+    assert {"red", "green", "blue"}.issuperset(colours)
 
 
 # --- What is done to it ----------------------------------------------------------------------------------------------

@@ -1,13 +1,15 @@
 """Each head against its definition written with torch's own modules, and its checkpoint errors."""
 
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
 from drafts import spec_of
 from torch import nn
 
-from vllm_dartree.heads import DominoHead, DrafterConfigError, DrafterSpec, MarkovHead, SelectorHead
+from vllm_dartree.engine import draft_models
+from vllm_dartree.heads import KINDS, DominoHead, DrafterConfigError, DrafterSpec, MarkovHead, ScoredBlock, SelectorHead
 from vllm_dartree.heads.tensors import HeadTensorError
 from vllm_dartree.tree import draft_block
 
@@ -57,25 +59,35 @@ def test_markov_is_a_low_rank_bias_from_the_token_before():
     block, choices = _block(1), (2, 2, 0, 1)
     w1, w2 = torch.randn(VOCAB, 3), torch.randn(VOCAB, 3)
     tensors = {"markov_head.markov_w1.weight": w1, "markov_head.markov_w2.weight": w2}
-    head = MarkovHead.from_tensors(spec_of("markov", markov_rank=3, logit_scale=0.5), tensors)
+    head = spec_of("markov", markov_rank=3, logit_scale=0.5).make_head(tensors, None)
     expected = (0.5 * (w1 @ w2.T)[_path(block, choices)[:, :-1]]).gather(-1, block.candidates)
     torch.testing.assert_close(_walk_head(head, block, choices), expected)
+    capped = MarkovHead(w1.__getitem__, w2.__getitem__, soft_cap=0.7)
+    torch.testing.assert_close(_walk_head(capped, block, choices), 0.7 * (2 * expected / 0.7).tanh())
 
 
 def test_selector_is_dflash2s_modulated_table():
     block, choices = _block(2), (1, 0, 4, 3)
     predecessor, successor, projection = torch.randn(VOCAB, 3), torch.randn(VOCAB, 3), torch.randn(3, HIDDEN)
-    head = SelectorHead.from_tensors(
-        spec_of("selector"),
+    head = spec_of("selector", selector_rank=3).make_head(
         {
             "candidate_selector.predecessor_codebook": predecessor,
             "candidate_selector.successor_codebook": successor,
             "candidate_selector.hidden_projection.weight": projection,
         },
+        None,
     )
     modulation = block.hidden @ projection.T  # [R, L, rank]
     scores = (predecessor[_path(block, choices)[:, :-1]] * modulation) @ successor.T  # [R, L, V]
     torch.testing.assert_close(_walk_head(head, block, choices), scores.gather(-1, block.candidates))
+
+
+def test_a_scored_block_brings_its_own_table():
+    block, choices = _block(3), (1, 0, 4, 3)
+    table = torch.randn(2, SLOTS, CANDIDATES, CANDIDATES)
+    scored = ScoredBlock(block.anchor, block.hidden, block.candidates, block.base, table)
+    parents = torch.tensor([0, *choices[:-1]])  # the rows of the first slot's table are alike
+    torch.testing.assert_close(_walk_head(SelectorHead(), scored, choices), table[:, torch.arange(SLOTS), parents])
 
 
 def test_missing_and_misshapen_tensors_are_named():
@@ -118,8 +130,11 @@ def test_spec_tells_the_heads_apart():
     markov = DrafterSpec.from_config(config | {"markov_rank": 32})
     assert (markov.head, markov.num_slots) == ("markov", 8)
     assert DrafterSpec.from_config(config | {"markov_rank": 32, "sample_from_anchor": False}).num_slots == 7
-    selector = config | {"dflash_config": NESTED | {"selector_top_k": 4}}
-    assert DrafterSpec.from_config(selector).head == "selector"
+    selector = config | {"dflash_config": NESTED | {"selector_top_k": 4, "selector_rank": 2}}
+    assert (DrafterSpec.from_config(selector).head, DrafterSpec.from_config(selector).top_k) == ("selector", 4)
+    lilicorr = config | {"dflash_config": NESTED | {"lilicorr_candidate_topk": 8}}
+    assert (DrafterSpec.from_config(lilicorr).head, DrafterSpec.from_config(lilicorr).top_k) == ("lilicorr", 8)
+    assert DrafterSpec.from_config(config | {"markov_rank": 32, "dspark_draft_topk": 16}).top_k == 16
 
 
 @pytest.mark.parametrize(
@@ -137,3 +152,27 @@ def test_spec_tells_the_heads_apart():
 def test_spec_errors_name_the_key(changes, words):
     with pytest.raises(DrafterConfigError, match=words):
         DrafterSpec.from_config({"block_size": 16, "dflash_config": NESTED} | changes)
+
+
+def test_a_new_kind_is_found_where_it_is_defined():
+    @dataclass(frozen=True)
+    class EchoSpec(DrafterSpec):
+        head = "echo"
+
+        @classmethod
+        def claims(cls, keys):
+            return keys.get("echo_length") is not None
+
+    class Echo(draft_models.DraftModel):
+        name, heads, architectures, method = "Echo", ("echo",), ("EchoDraftModel",), "dflash"
+
+    try:
+        config = {"block_size": 8, "dflash_config": NESTED, "echo_length": 3, "architectures": ["EchoDraftModel"]}
+        spec = DrafterSpec.from_config(config)
+        assert type(spec) is EchoSpec
+        assert draft_models.kind_of(spec) is Echo
+        assert draft_models.refusal(config) is None
+    finally:
+        del KINDS["echo"]
+        draft_models.KINDS.remove(Echo)
+    assert "EchoDraftModel" in draft_models.refusal(config)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from vllm_dartree.assets import DOMINO, DSPARK, PROMPTS, TARGET
-from vllm_dartree.heads import DominoHead, DrafterSpec
+from vllm_dartree.assets import DFLASH2, DOMINO, DSPARK, PROMPTS, TARGET
+from vllm_dartree.heads import KINDS
 from vllm_dartree.reference.checkpoint import Drafter, Target, load_drafter, load_target
 from vllm_dartree.reference.drafter import BlockDrafter
 from vllm_dartree.reference.prompts import load_prompts
@@ -18,7 +18,8 @@ def target() -> Target:
 
 @pytest.fixture(scope="session")
 def drafters(target) -> dict[str, Drafter]:
-    return {"domino": load_drafter(str(DOMINO), target), "markov": load_drafter(str(DSPARK), target)}
+    folders = {"domino": DOMINO, "markov": DSPARK, "selector": DFLASH2}
+    return {head: load_drafter(str(folder), target) for head, folder in folders.items()}
 
 
 @pytest.fixture(scope="session")
@@ -40,13 +41,12 @@ def tiny_vocab_pair() -> tuple[Target, Drafter]:
     model = Qwen3ForCausalLM(config).eval().requires_grad_(False)
     model.generation_config.eos_token_id = None
     target = Target(model, tokenizer=None)
-    spec = DrafterSpec(
+    spec = KINDS["domino"](
         block_size=4,
         mask_token_id=TINY_VOCAB - 1,
         target_layer_ids=(0,),
-        head="domino",
         gru_hidden_dim=6,
         emb_dim=4,
     )
     backbone = BlockDrafter(config, spec).eval().requires_grad_(False)
-    return target, Drafter(backbone, spec, DominoHead(spec, backbone.state_dict(), target.embedding))
+    return target, Drafter(backbone, spec, spec.make_head(backbone.state_dict(), target.embedding))

@@ -82,6 +82,7 @@ def test_a_file_of_prompts_without_ids_is_tokenised(tmp_path):
         (["--methods", ""], "--methods is ''"),
         (["--depth-bonus", "0.5"], "depth_bonus is 0.5"),
         (["--budget", "0"], "budget is 0"),
+        (["--dflash2-draft", str(DSPARK), "--methods", "dflash2"], "'dflash2' needs a drafter with a selector head"),
         (["--width", "65"], "width is 65 and candidates is 64"),
         (["--sweep-budget", "8,many"], "--sweep-budget is '8,many'"),
         (["--temperature", "-1"], "--temperature is -1.0"),

@@ -53,12 +53,15 @@ def test_knobs_do_not_change_tokens(target, drafters, prompts, plain, knobs):
     assert [generation.tokens for generation in generations] == plain[0.0][:4]
 
 
-def test_markov_head_grows_trees_too(target, drafters, prompts, plain):
-    decoder = ReferenceDecoder(target, drafters["markov"], "dartree")
-    generations = [decoder.generate(prompt, 96) for prompt in prompts[:4]]
-    assert [generation.tokens for generation in generations] == plain[0.0][:4]
-    chain = _decode(target, drafters, prompts[:4], "dspark")
-    assert Summary.of(generations).tau > Summary.of(chain).tau
+@pytest.mark.parametrize("chain", ["dspark", "dflash2"])
+def test_a_tree_accepts_no_less_than_the_chain_of_the_same_drafter(target, drafters, prompts, chain):
+    taus = [Summary.of(_decode(target, drafters, prompts[:4], name)).tau for name in (chain, f"dartree_{chain}")]
+    assert taus[1] > taus[0]
+
+
+def test_a_drafters_own_candidates_bound_those_of_the_tree(target, drafters):
+    config = _decoder(target, drafters, "dartree_dflash2", TreeConfig(width=20)).config
+    assert (config.candidates, config.width) == (16, 16)
 
 
 def test_trees_beat_chains_and_marginal_trees(target, drafters, prompts):

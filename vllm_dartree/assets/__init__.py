@@ -6,4 +6,5 @@ ASSETS = Path(__file__).parent
 TARGET = ASSETS / "tiny-target"
 DOMINO = ASSETS / "tiny-domino"
 DSPARK = ASSETS / "tiny-dspark"
+DFLASH2 = ASSETS / "tiny-dflash2"
 PROMPTS = ASSETS / "prompts.jsonl"

@@ -59,14 +59,6 @@ def require_checkpoint(option: str, name: str) -> None:
         ) from error
 
 
-def head_bytes(spec: DrafterSpec, hidden: int, vocabulary: int, bytes_per_number: int) -> int:
-    """Memory of the correction head's weights, which every rank of tensor parallelism holds."""
-    if spec.head != "domino":
-        return 0
-    state, emb = spec.gru_hidden_dim, spec.emb_dim
-    return (3 * state * (hidden + state) + emb * (hidden + state) + vocabulary * emb) * bytes_per_number
-
-
 def _device(build: str) -> str:
     if build == "cpu":
         return "CPU, in emulation: start vLLM with 'vllm-dartree emulate -- COMMAND'; for demonstration and tests"
@@ -79,16 +71,22 @@ def _device(build: str) -> str:
 
 
 def _print_pair(vllm_config: "VllmConfig") -> None:
+    from vllm_dartree.engine.draft_models import kind_of
+
     speculative, target = vllm_config.speculative_config, vllm_config.model_config
     spec: DrafterSpec = speculative.drafter
     tree = speculative.tree
     draft = speculative.draft_model_config.hf_config
-    weights = head_bytes(spec, draft.hidden_size, draft.vocab_size, target.dtype.itemsize)
+    weights = spec.num_weights(draft.hidden_size, draft.vocab_size)
     anchor = ", the first predicted from the anchor's own place" if spec.sample_from_anchor else ""
     _line("target", f"{target.architecture}, {target.hf_text_config.num_hidden_layers} layers, {target.dtype}")
     layers = ", ".join(map(str, spec.target_layer_ids))
-    _line("drafter", f"block {spec.block_size}, L = {spec.num_slots} slots{anchor}; reads layers {layers}")
-    _line("head", f"{spec.head}, {weights / 2**20:.1f} MiB on every rank")
+    _line(
+        "drafter",
+        f"{kind_of(spec).name}, block {spec.block_size}, L = {spec.num_slots} slots{anchor}; reads layers {layers}",
+    )
+    memory = "" if weights is None else f", {weights * target.dtype.itemsize / 2**20:.1f} MiB on every rank"
+    _line("head", f"{spec.head}{memory}")
     _line(
         "tree",
         f"B = {tree.budget} nodes, W = {tree.width}, K = {tree.candidates}, beta = {tree.depth_bonus}, "

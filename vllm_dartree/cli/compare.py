@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from vllm_dartree.assets import DOMINO, DSPARK, PROMPTS, TARGET
-from vllm_dartree.reference.checkpoint import Drafter, load_drafter, load_target
+from vllm_dartree.assets import DFLASH2, DOMINO, DSPARK, PROMPTS, TARGET
+from vllm_dartree.reference.checkpoint import load_drafter, load_target
 from vllm_dartree.reference.decoder import Generation, ReferenceDecoder, Summary
 from vllm_dartree.reference.prompts import load_prompts
 from vllm_dartree.reference.systems import SYSTEMS
@@ -34,9 +34,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", default=str(TARGET), help="folder or hub name (default: the bundled target)")
     parser.add_argument("--draft", help="folder or hub name of a block drafter (default: the bundled Domino drafter)")
-    parser.add_argument(
-        "--dspark-draft", help="drafter with a Markov head, for the method dspark (default with --draft: none)"
-    )
+    parser.add_argument("--dspark-draft", help="for dspark and dartree_dspark (default with --draft: none)")
+    parser.add_argument("--dflash2-draft", help="for dflash2 and dartree_dflash2 (default with --draft: none)")
     parser.add_argument("--prompts", default=str(PROMPTS), help="JSONL file or name of a data set, e.g. gsm8k")
     parser.add_argument("--methods", default="all", help=f"'all', or a comma-separated list of {', '.join(SYSTEMS)}")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
@@ -63,7 +62,7 @@ def _integers(text: str | None, option: str) -> list[int]:
     return values
 
 
-def _method_names(text: str, has_dspark: bool, head: str) -> list[str]:
+def _method_names(text: str, heads: set[str]) -> list[str]:
     """The methods to run, ``ar`` first. 'all' leaves out what the drafters' heads cannot do, and says so."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in SYSTEMS and name != "all"]
@@ -71,7 +70,6 @@ def _method_names(text: str, has_dspark: bool, head: str) -> list[str]:
         raise ValueError(f"--methods is '{text}', but it must be 'all' or some of {', '.join(SYSTEMS)}")
     if "all" not in names:
         return list(dict.fromkeys(["ar", *names]))
-    heads = {head, "markov"} if has_dspark else {head}
     left_out = [name for name, system in SYSTEMS.items() if system.needs not in {None, *heads}]
     if left_out:
         print(f"left out, since no drafter here has their head: {', '.join(left_out)}")
@@ -184,16 +182,20 @@ def run(args: argparse.Namespace) -> int:
     dtype = DTYPES[args.dtype] if args.dtype else (torch.float32 if device == "cpu" else torch.bfloat16)
     target = load_target(args.target, dtype=dtype, device=device)
     drafter = load_drafter(args.draft or str(DOMINO), target)
-    dspark = args.dspark_draft or (None if args.draft else str(DSPARK))
-    names = _method_names(args.methods, dspark is not None, drafter.spec.head)
-    dspark_drafter = load_drafter(dspark, target) if dspark and "dspark" in names else None
+    bundled = args.draft is None
+    others = {
+        "markov": args.dspark_draft or (str(DSPARK) if bundled else None),
+        "selector": args.dflash2_draft or (str(DFLASH2) if bundled else None),
+    }
+    names = _method_names(args.methods, {drafter.spec.head} | {head for head, path in others.items() if path})
+    needed = {SYSTEMS[name].needs for name in names}
+    # By the head that a method needs; all others draft with --draft.
+    drafters = {head: load_drafter(path, target) for head, path in others.items() if path and head in needed}
     config.widths(drafter.spec.num_slots)
     prompts = load_prompts(args.prompts, target.tokenizer, args.max_samples)
 
     def decode(name: str, knobs: TreeConfig, label: str) -> list[Generation]:
-        chosen: Drafter | None = None if name == "ar" else drafter
-        if name == "dspark" and dspark_drafter is not None:
-            chosen = dspark_drafter
+        chosen = None if name == "ar" else drafters.get(SYSTEMS[name].needs, drafter)
         decoder = ReferenceDecoder(target, chosen, name, knobs, temperature=args.temperature, seed=args.seed)
         decoder.generate(prompts[0], min(32, args.max_new_tokens))  # warm-up
         return [decoder.generate(prompt, args.max_new_tokens) for prompt in tqdm(prompts, desc=label, unit="prompt")]

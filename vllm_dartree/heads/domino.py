@@ -1,17 +1,62 @@
 """The Domino head: a GRU over the drafted tokens and a low-rank bias from its state and the slot's hidden state."""
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_dartree.heads.spec import DrafterSpec
+from vllm_dartree.heads.spec import ConfigKeys, DrafterSpec
 from vllm_dartree.heads.tensors import take
 from vllm_dartree.kernels import use_triton
 from vllm_dartree.kernels.domino_step import best_children, gru_step, gru_step_torch
 from vllm_dartree.tree import Branches, CorrectionHead, DraftBlock
+
+
+@dataclass(frozen=True)
+class DominoSpec(DrafterSpec):
+    gru_hidden_dim: int = 0
+    emb_dim: int = 0
+    pure_draft_prefix_len: int = 0
+
+    head = "domino"
+    anchor_key = "shift_label"
+    tensor_prefixes = ("prefix_gru.", "embed_proj.")
+
+    @classmethod
+    def claims(cls, keys: ConfigKeys) -> bool:
+        return keys.get("projector_type") in ("domino", "causal_v5")
+
+    @classmethod
+    def own_fields(cls, keys: ConfigKeys) -> dict[str, Any]:
+        fields = {
+            name: keys.integer(name, minimum=1, needed_by="the Domino head") for name in ("gru_hidden_dim", "emb_dim")
+        }
+        if keys.get("pure_draft_prefix_len") is not None:
+            fields["pure_draft_prefix_len"] = keys.integer(
+                "pure_draft_prefix_len", minimum=0, needed_by="the Domino head"
+            )
+        return fields
+
+    def make_head(self, tensors: Mapping[str, Tensor], embed: Callable[[Tensor], Tensor]) -> "DominoHead":
+        return DominoHead(self, tensors, embed)
+
+    def tensor_shapes(self, hidden: int, vocabulary: int, names: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
+        state, emb = self.gru_hidden_dim, self.emb_dim
+        shapes = {
+            "prefix_gru.weight_ih_l0": (3 * state, hidden),
+            "prefix_gru.weight_hh_l0": (3 * state, state),
+            "embed_proj.0.weight": (emb, hidden + state),
+            "embed_proj.2.weight": (vocabulary, emb),
+        }
+        biases = dict.fromkeys(("prefix_gru.bias_ih_l0", "prefix_gru.bias_hh_l0"), (3 * state,))
+        return shapes | (biases if not biases.keys().isdisjoint(names) else {})
+
+    def num_weights(self, hidden: int, vocabulary: int) -> int:
+        return sum(map(math.prod, self.tensor_shapes(hidden, vocabulary).values()))
 
 
 class _Prepared(NamedTuple):
@@ -31,7 +76,7 @@ class DominoHead(CorrectionHead):
     ``pure_draft_prefix_len`` slots get no bias, while the state advances over them all the same.
 
     Args:
-        spec: of a checkpoint whose head is ``domino``.
+        spec: of the checkpoint.
         tensors: ``prefix_gru.*`` and ``embed_proj.*``; the GRU's biases are optional.
         embed: the target's token embedding, ids ``[...]`` to ``[..., H]``.
 
@@ -39,7 +84,7 @@ class DominoHead(CorrectionHead):
         HeadTensorError: a tensor is missing or has a wrong shape.
     """
 
-    def __init__(self, spec: DrafterSpec, tensors: Mapping[str, Tensor], embed: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, spec: DominoSpec, tensors: Mapping[str, Tensor], embed: Callable[[Tensor], Tensor]) -> None:
         state_size, emb_dim = spec.gru_hidden_dim, spec.emb_dim
         self.embed, self.pure_draft_prefix_len = embed, spec.pure_draft_prefix_len
         self.input_weight = take(tensors, "prefix_gru.weight_ih_l0", (3 * state_size, None))
@@ -59,19 +104,6 @@ class DominoHead(CorrectionHead):
         if gate_bias is not None:
             self.first_row[-3 * state_size :] = gate_bias
         self.state_bias = None if gate_bias is None else self.first_row[state_size:]
-
-    @staticmethod
-    def shapes(spec: DrafterSpec, hidden_size: int, vocab_size: int, has_bias: bool) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors that a checkpoint has for it."""
-        state_size, emb_dim = spec.gru_hidden_dim, spec.emb_dim
-        biases = {"prefix_gru.bias_ih_l0": (3 * state_size,), "prefix_gru.bias_hh_l0": (3 * state_size,)}
-        return {
-            "prefix_gru.weight_ih_l0": (3 * state_size, hidden_size),
-            "prefix_gru.weight_hh_l0": (3 * state_size, state_size),
-            **(biases if has_bias else {}),
-            "embed_proj.0.weight": (emb_dim, hidden_size + state_size),
-            "embed_proj.2.weight": (vocab_size, emb_dim),
-        }
 
     @torch.no_grad()  # the target's embedding may ask for gradients
     def _step(self, tokens: Tensor, state: Tensor, branch: Tensor) -> Tensor:

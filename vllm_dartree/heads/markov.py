@@ -1,13 +1,42 @@
 """The Markov head of DSpark: a low-rank bias from the token before."""
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from vllm_dartree.heads.spec import DrafterSpec
+from vllm_dartree.heads.spec import ConfigKeys, DrafterSpec
 from vllm_dartree.heads.tensors import take
 from vllm_dartree.tree import CorrectionHead, DraftBlock
+
+
+@dataclass(frozen=True)
+class MarkovSpec(DrafterSpec):
+    markov_rank: int = 0
+
+    head = "markov"
+    samples_from_anchor = True
+    tensor_prefixes = ("markov_head.",)
+
+    @classmethod
+    def claims(cls, keys: ConfigKeys) -> bool:
+        return keys.get("markov_rank") is not None
+
+    @classmethod
+    def own_fields(cls, keys: ConfigKeys) -> dict[str, Any]:
+        fields = {"markov_rank": keys.integer("markov_rank", minimum=1, needed_by="the Markov head")}
+        if keys.get("dspark_draft_topk") is not None:
+            fields["top_k"] = keys.integer("dspark_draft_topk", minimum=1, needed_by="the Markov head")
+        return fields
+
+    def make_head(self, tensors: Mapping[str, Tensor], embed: Callable[[Tensor], Tensor]) -> "MarkovHead":
+        w1 = take(tensors, "markov_head.markov_w1.weight", (None, self.markov_rank))
+        w2 = take(tensors, "markov_head.markov_w2.weight", (w1.shape[0], self.markov_rank))
+        return MarkovHead(w1.__getitem__, w2.__getitem__, self.logit_scale)
+
+    def num_weights(self, hidden: int, vocabulary: int) -> int:
+        return 2 * vocabulary * self.markov_rank
 
 
 class _Prepared(NamedTuple):
@@ -16,32 +45,35 @@ class _Prepared(NamedTuple):
 
 
 class MarkovHead(CorrectionHead):
-    """``score = scale * markov_w1[previous] . markov_w2[candidate]``; the state is the previous token, ``[R, F]``.
+    """``score = scale * cap(markov_w1[previous] . markov_w2[candidate])``; the state is the previous token, ``[R, F]``.
 
     Args:
-        w1: ``markov_head.markov_w1.weight``, ``[V, rank]``.
-        w2: ``markov_head.markov_w2.weight``, ``[V, rank]``.
-        scale: the drafter's ``logit_scale``, which its logits are multiplied with too.
+        embed: rows of ``markov_w1``, ids ``[...]`` to ``[..., rank]``.
+        project: rows of ``markov_w2``, candidates ``[R, L, K]`` to ``[R, L, K, rank]``.
+        scale: what the drafter's logits are multiplied with too.
+        soft_cap: of the drafter's logits, if they have one.
     """
 
-    def __init__(self, w1: Tensor, w2: Tensor, scale: float = 1.0) -> None:
-        self.w1, self.w2, self.scale = w1, w2, scale
-
-    @classmethod
-    def from_tensors(cls, spec: DrafterSpec, tensors: Mapping[str, Tensor]) -> "MarkovHead":
-        """Raises HeadTensorError if a tensor is missing or has a wrong shape."""
-        w1 = take(tensors, "markov_head.markov_w1.weight", (None, spec.markov_rank))
-        w2 = take(tensors, "markov_head.markov_w2.weight", (w1.shape[0], spec.markov_rank))
-        return cls(w1, w2, spec.logit_scale)
+    def __init__(
+        self,
+        embed: Callable[[Tensor], Tensor],
+        project: Callable[[Tensor], Tensor],
+        scale: float = 1.0,
+        soft_cap: float | None = None,
+    ) -> None:
+        self.embed, self.project, self.scale, self.soft_cap = embed, project, scale, soft_cap
 
     def prepare(self, block: DraftBlock) -> _Prepared:
-        return _Prepared(block, self.w2[block.candidates])
+        return _Prepared(block, self.project(block.candidates))
 
     def root_state(self, prepared: _Prepared) -> Tensor:
         return prepared.block.anchor[:, None]
 
     def score(self, prepared: _Prepared, slot: int, state: Tensor) -> Tensor:
-        return self.scale * (self.w1[state] @ prepared.candidate_weight[:, slot].mT).float()
+        bias = (self.embed(state) @ prepared.candidate_weight[:, slot].mT).float()
+        if self.soft_cap is not None:
+            bias = self.soft_cap * (bias / self.soft_cap).tanh()
+        return self.scale * bias
 
     def advance(self, prepared: _Prepared, slot: int, state: Tensor, choice: Tensor) -> Tensor:
         return prepared.block.candidates[:, slot].gather(1, choice)

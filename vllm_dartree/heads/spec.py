@@ -1,37 +1,99 @@
 """What a drafter checkpoint's ``config.json`` says about its block and its correction head."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar
 
-HeadKind = Literal["domino", "markov", "selector", "marginal"]
+from torch import Tensor
 
-DOMINO_PROJECTORS = ("domino", "causal_v5")
+from vllm_dartree.tree import CorrectionHead
 
 
 class DrafterConfigError(ValueError):
     """A drafter's ``config.json`` lacks a key or has a value that cannot work; the message names the key."""
 
 
+class ConfigKeys:
+    """The keys of a parsed ``config.json``; those of its ``dflash_config`` win over the top level's."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config, self._nested = config, config.get("dflash_config") or {}
+
+    def get(self, *names: str) -> Any:
+        """The value of the first name that has one; None if none has."""
+        values = (self._nested.get(name, self._config.get(name)) for name in names)
+        return next((value for value in values if value is not None), None)
+
+    def require(self, *names: str, needed_by: str) -> Any:
+        value = self.get(*names)
+        if value is None:
+            raise DrafterConfigError(
+                f"the drafter's config.json has no '{names[0]}', which {needed_by} needs; "
+                "put it into 'dflash_config' or at the top level"
+            )
+        return value
+
+    def integer(self, *names: str, minimum: int, needed_by: str) -> int:
+        value = self.require(*names, needed_by=needed_by)
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise DrafterConfigError(
+                f"the drafter's config.json has {names[0]}={value!r}; it must be an integer >= {minimum}"
+            )
+        return value
+
+
 @dataclass(frozen=True)
 class DrafterSpec:
-    """The block and the head of a drafter checkpoint, read once and checked.
+    """The block and the head of a drafter checkpoint, read once and checked; each kind of drafter has a subclass.
 
-    ``block_size`` counts the anchor; ``sample_from_anchor`` tells that the anchor's own position predicts slot 1
-    (``shift_label`` in Domino's configs), so that the block has one slot more.
+    ``block_size`` counts the anchor; ``sample_from_anchor`` tells that the anchor's own position predicts slot 1, so
+    that the block has one slot more.
     """
 
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    head: HeadKind
     sample_from_anchor: bool = False
-    gru_hidden_dim: int | None = None
-    emb_dim: int | None = None
-    pure_draft_prefix_len: int = 0
-    markov_rank: int | None = None
-    selector_top_k: int | None = None
     logit_scale: float = 1.0  # multiplies the base logits and the Markov head's bias
+    top_k: int | None = None  # the candidates that the drafter itself looks at, which K may not exceed; None: all
+
+    head: ClassVar[str]
+    anchor_key: ClassVar[str] = "sample_from_anchor"
+    samples_from_anchor: ClassVar[bool] = False  # where the config does not say
+    tensor_prefixes: ClassVar[tuple[str, ...]] = ()  # of the head's tensors in the checkpoint
+
+    def __init_subclass__(cls) -> None:
+        KINDS[cls.head] = cls
+
+    @classmethod
+    def claims(cls, keys: ConfigKeys) -> bool:
+        """Whether a config is one of this kind."""
+        raise NotImplementedError
+
+    @classmethod
+    def own_fields(cls, keys: ConfigKeys) -> dict[str, Any]:
+        """The fields that this kind has besides those that all have."""
+        return {}
+
+    def make_head(self, tensors: Mapping[str, Tensor], embed: Callable[[Tensor], Tensor]) -> CorrectionHead:
+        """The head, out of the checkpoint's tensors and the target's embedding (ids ``[...]`` to ``[..., H]``).
+
+        Raises:
+            HeadTensorError: a tensor is missing or has a wrong shape.
+        """
+        raise DrafterConfigError(f"a {self.head} head cannot be had without the drafter's whole model")
+
+    def tensor_shapes(self, hidden: int, vocabulary: int, names: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the head's tensors in a checkpoint, where vLLM does not load them itself.
+
+        Args:
+            names: of the tensors that the checkpoint has, for kinds of which some are optional.
+        """
+        return {}
+
+    def num_weights(self, hidden: int, vocabulary: int) -> int | None:
+        """Numbers that the head's weights hold, on every rank; None where that is not told by the config."""
+        return None
 
     @property
     def num_slots(self) -> int:
@@ -50,68 +112,36 @@ class DrafterSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "DrafterSpec":
-        """Reads a parsed ``config.json``; keys of ``dflash_config`` win over the top level's.
+        """Reads a parsed ``config.json`` as the kind that claims it.
 
         Raises:
             DrafterConfigError: a key is missing or its value is outside of what is allowed.
         """
-        nested = config.get("dflash_config") or {}
-
-        def lookup(key: str, *, required_for: str | None = None) -> Any:
-            value = nested.get(key, config.get(key))
-            if value is None and required_for is not None:
-                raise DrafterConfigError(
-                    f"the drafter's config.json has no '{key}', which {required_for} needs; "
-                    f"put it into 'dflash_config' or at the top level"
-                )
-            return value
-
-        def positive_int(key: str, minimum: int, required_for: str) -> int:
-            value = lookup(key, required_for=required_for)
-            if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-                raise DrafterConfigError(
-                    f"the drafter's config.json has {key}={value!r}; it must be an integer >= {minimum}"
-                )
-            return value
-
-        layers = lookup("target_layer_ids", required_for="a block drafter")
+        keys = ConfigKeys(config)
+        layers = keys.require("target_layer_ids", "dspark_target_layer_ids", needed_by="a block drafter")
         if not layers or not all(isinstance(layer, int) and layer >= 0 for layer in layers):
             raise DrafterConfigError(
                 f"the drafter's config.json has target_layer_ids={layers!r}; "
                 "it must list the target's layers (integers >= 0) whose outputs the drafter reads"
             )
-        projector = lookup("projector_type")
-        head: HeadKind = "marginal"
-        fields: dict[str, Any] = {}
-        if projector in DOMINO_PROJECTORS:
-            head = "domino"
-            fields["gru_hidden_dim"] = positive_int("gru_hidden_dim", 1, "the Domino head")
-            fields["emb_dim"] = positive_int("emb_dim", 1, "the Domino head")
-            if lookup("pure_draft_prefix_len") is not None:
-                fields["pure_draft_prefix_len"] = positive_int("pure_draft_prefix_len", 0, "the Domino head")
-        elif lookup("markov_rank") is not None:
-            head = "markov"
-            fields["markov_rank"] = positive_int("markov_rank", 1, "the Markov head")
-        elif lookup("selector_top_k") is not None:
-            head = "selector"
-            fields["selector_top_k"] = positive_int("selector_top_k", 1, "the Selector head")
-        elif projector not in (None, "dflash"):
+        claiming = [kind for kind in KINDS.values() if kind.claims(keys)]
+        if not claiming:
             raise DrafterConfigError(
-                f"the drafter's config.json has projector_type={projector!r}; "
-                f"known are {', '.join(DOMINO_PROJECTORS)} (Domino head) and none (plain DFlash)"
+                f"the drafter's config.json has projector_type={keys.get('projector_type')!r}, which no head here "
+                f"knows; there are heads of the kinds {', '.join(KINDS)}"
             )
-        # DSpark's own layout predicts from the anchor unless its config says otherwise; all others do not.
-        from_anchor = lookup("shift_label" if head == "domino" else "sample_from_anchor")
-        if from_anchor is None:
-            from_anchor = head == "markov"
-        return cls(
-            block_size=positive_int("block_size", 2, "a block drafter"),
-            mask_token_id=positive_int("mask_token_id", 0, "a block drafter"),
+        # A plain drafter has no key of its own: it is what no other kind claims.
+        kind = min(claiming, key=lambda kind: kind.head == "marginal")
+        from_anchor = keys.get(kind.anchor_key)
+        return kind(
+            block_size=keys.integer("block_size", "dspark_block_size", minimum=2, needed_by="a block drafter"),
+            mask_token_id=keys.integer(
+                "mask_token_id", "dspark_noise_token_id", minimum=0, needed_by="a block drafter"
+            ),
             target_layer_ids=tuple(layers),
-            head=head,
-            sample_from_anchor=bool(from_anchor),
-            logit_scale=float(config.get("logit_scale", 1.0)),
-            **fields,
+            sample_from_anchor=kind.samples_from_anchor if from_anchor is None else bool(from_anchor),
+            logit_scale=float(config.get("logit_scale") or 1.0),
+            **kind.own_fields(keys),
         )
 
     def check_target(
@@ -146,3 +176,7 @@ class DrafterSpec:
                 f"the drafter's mask_token_id is {self.mask_token_id}, but the target's vocabulary has {vocab_size} "
                 f"tokens, so ids go from 0 to {vocab_size - 1}"
             )
+
+
+# Filled by the modules of this package, each of which defines its kind.
+KINDS: dict[str, type[DrafterSpec]] = {}

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
 
-from vllm_dartree.heads import DominoHead, DrafterSpec, MarginalHead, MarkovHead
+from vllm_dartree.heads import DrafterSpec
 from vllm_dartree.reference.drafter import BlockDrafter
 from vllm_dartree.tree import CorrectionHead
 
@@ -120,8 +120,8 @@ def load_drafter(path: str, target: Target) -> Drafter:
         vocab_size=model_config.vocab_size,
         num_layers=model_config.num_hidden_layers,
     )
-    if spec.head == "selector":
-        raise CheckpointError(f"'{path}' is a drafter with a selector; the reference decoder has no backbone for it")
+    if spec.head == "lilicorr":
+        raise CheckpointError(f"'{path}' is a LiLiCorr drafter; the reference decoder has no backbone for it")
     tensors = _read_tensors(folder)
     model = BlockDrafter(config, spec, gru_bias="prefix_gru.bias_ih_l0" in tensors)
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -137,12 +137,4 @@ def load_drafter(path: str, target: Target) -> Drafter:
         raise CheckpointError(f"the drafter '{path}' does not fit its config.json: {'; '.join(problems)}")
     model.load_state_dict(tensors)
     model.to(device=target.model.device, dtype=target.model.dtype).eval().requires_grad_(False)
-    weights = model.state_dict()
-    match spec.head:
-        case "domino":
-            head: CorrectionHead = DominoHead(spec, weights, target.embedding)
-        case "markov":
-            head = MarkovHead.from_tensors(spec, weights)
-        case _:
-            head = MarginalHead()
-    return Drafter(model, spec, head)
+    return Drafter(model, spec, spec.make_head(model.state_dict(), target.embedding))

@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -104,6 +104,11 @@ class ReferenceDecoder:
     ) -> None:
         self.target, self.drafter, self.system = target, drafter, SYSTEMS[system]
         self.config, self.temperature, self.seed = config or TreeConfig(), temperature, seed
+        if drafter is not None:
+            # A drafter that looks at a few candidates of a slot has no more of them to give.
+            known = drafter.spec.top_k or self.config.candidates
+            candidates, width = min(self.config.candidates, known), min(self.config.width, known)
+            self.config = replace(self.config, candidates=candidates, width=width)
         if self.system.propose is not None:
             if drafter is None:
                 raise ValueError(f"method '{system}' needs a drafter")

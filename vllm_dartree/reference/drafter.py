@@ -5,6 +5,8 @@ target's hidden states of the context. Modules are named as public checkpoints a
 their tensors, so that a checkpoint loads by its own names. Embedding and LM head are the target's.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -46,17 +48,55 @@ class _BlockAttention(nn.Module):
         return self.o_proj(attended.transpose(1, 2).flatten(2))
 
 
+class _BlockConv(nn.Module):
+    """DFlash2's convolution over the rows of a block, before (0) and after (1) an attention or an MLP.
+
+    Tap ``t`` multiplies the row ``t`` before by ``base_kernel[side, t]`` plus a coefficient of its group of channels,
+    which is a function of the row that comes out.
+    """
+
+    def __init__(self, hidden_size: int, taps: int, group_size: int) -> None:
+        super().__init__()
+        self.taps, self.group_size = taps, group_size
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, hidden_size))
+        self.kernel_projection = nn.Linear(hidden_size, 2 * taps * hidden_size // group_size, bias=False)
+
+    def coefficients(self, x: Tensor) -> Tensor:  # [R, Q, H] to [R, Q, 2, taps, H]
+        of_groups = self.kernel_projection(x).unflatten(-1, (2, self.taps, -1))
+        return of_groups.repeat_interleave(self.group_size, dim=-1) + self.base_kernel
+
+    def forward(self, x: Tensor, coefficients: Tensor) -> Tensor:
+        """``[R, Q, H]`` to the same, with the coefficients of one side, ``[R, Q, taps, H]``."""
+        rows = x.shape[1]
+        shifted = [F.pad(x, (0, 0, tap, 0))[:, :rows] for tap in range(self.taps)]
+        return (torch.stack(shifted, dim=2) * coefficients).sum(2)
+
+
 class _BlockLayer(nn.Module):
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
+        conv = getattr(config, "dflash_config", None) or {}
+        if taps := conv.get("conv_kernel_size"):
+            self.attention_conv = _BlockConv(config.hidden_size, taps, conv["conv_group_size"])
+            self.mlp_conv = _BlockConv(config.hidden_size, taps, conv["conv_group_size"])
         self.self_attn = _BlockAttention(config)
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: tuple[Tensor, Tensor], mask: Tensor | None):
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, context, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        def attend(rows: Tensor) -> Tensor:
+            return self.self_attn(rows, cos, sin, context, mask)
+
+        x = x + self._between_convs("attention_conv", attend, self.input_layernorm(x))
+        return x + self._between_convs("mlp_conv", self.mlp, self.post_attention_layernorm(x))
+
+    def _between_convs(self, name: str, inner: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if not hasattr(self, name):
+            return inner(x)
+        conv = getattr(self, name)
+        before, after = conv.coefficients(x).unbind(2)
+        return conv(inner(conv(x, before)), after)
 
 
 class _MarkovHead(nn.Module):
@@ -66,13 +106,21 @@ class _MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
 
 
+class _Selector(nn.Module):
+    def __init__(self, vocab_size: int, hidden_size: int, rank: int) -> None:
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
+        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+
+
 class BlockDrafter(nn.Module):
     """Backbone and head weights of one drafter checkpoint.
 
     Args:
         config: the backbone's shape, a Qwen3 config.
-        spec: the block and the head; the head's tensors are ``prefix_gru`` and ``embed_proj`` (Domino) or
-            ``markov_head`` (Markov), and absent for a plain DFlash drafter.
+        spec: the block and the head; the head's tensors are ``prefix_gru`` and ``embed_proj`` (Domino),
+            ``markov_head`` (Markov) or ``candidate_selector`` (DFlash2), and absent for a plain DFlash drafter.
         gru_bias: whether ``prefix_gru`` has biases; public Domino checkpoints have none.
     """
 
@@ -94,6 +142,8 @@ class BlockDrafter(nn.Module):
             )
         elif spec.head == "markov":
             self.markov_head = _MarkovHead(config.vocab_size, spec.markov_rank)
+        elif spec.head == "selector":
+            self.candidate_selector = _Selector(config.vocab_size, hidden, spec.selector_rank)
 
     def context_kv(self, features: Tensor, positions: Tensor) -> ContextKV:
         """Projects the target's features of context tokens to keys and values of every layer.

@@ -79,8 +79,11 @@ SYSTEMS: dict[str, System] = {
         lambda draft, block, head, config: _domino_chain_ddtree(head, block, config), needs="domino"
     ),
     "sequential_heap": System(lambda draft, block, head, config: _sequential_heap(head, block, config)),
+    "dflash2": System(lambda draft, block, head, config: _chain(head, block, config), needs="selector"),
     "dartree_fixed": System(lambda draft, block, head, config: _grown(head, block, replace(config, variant="fixed"))),
     "dartree": System(lambda draft, block, head, config: _grown(head, block, replace(config, variant="pruned"))),
+    "dartree_dspark": System(lambda draft, block, head, config: _grown(head, block, config), needs="markov"),
+    "dartree_dflash2": System(lambda draft, block, head, config: _grown(head, block, config), needs="selector"),
 }
 
 
