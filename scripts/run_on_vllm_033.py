@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -28,8 +29,10 @@ def download_wheel(folder: Path) -> Path:
     """The CUDA wheel, whose Python files are those of all platforms; downloaded once."""
     if not (wheels := list(folder.glob(f"vllm-{VERSION}-*.whl"))):
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        subprocess.run([*command, "--dest", str(folder), f"vllm=={VERSION}"], check=True)
-        wheels = list(folder.glob(f"vllm-{VERSION}-*.whl"))
+        # Elsewhere first: another process may want it at the same time.
+        with tempfile.TemporaryDirectory(dir=folder) as partial:
+            subprocess.run([*command, "--dest", partial, f"vllm=={VERSION}"], check=True)
+            wheels = [wheel.rename(folder / wheel.name) for wheel in Path(partial).glob("*.whl")]
     return wheels[0]
 
 

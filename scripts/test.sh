@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs everything into .venv and runs the tests. Arguments go to pytest.
+# Installs everything into .venv and runs the tests, the files of tests spread over two processes. Arguments go to pytest;
+# -n0 runs them in one.
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 export HF_HUB_OFFLINE=1
-exec .venv/bin/python -m pytest "$@"
+exec .venv/bin/python -m pytest -n 2 --dist loadfile "$@"
