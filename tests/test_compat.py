@@ -1,19 +1,17 @@
 """The table of seams holds for every vLLM that this package says it works on, and a seam that breaks is named."""
 
 import ast
-import subprocess
-import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from run_on_vllm_033 import download_wheel
 
 from vllm_dartree import compat
 from vllm_dartree.emulation import activate
 
 PACKAGE = Path(compat.__file__).parent
-WHEEL = "vllm==0.33.0"
 
 
 def test_the_installed_version_has_all_seams_in_its_source():
@@ -28,14 +26,7 @@ def test_the_installed_version_has_all_seams_when_it_is_imported():
 @pytest.fixture(scope="session")
 def wheel(pytestconfig) -> Path:
     """The CUDA wheel of 0.33.0, kept between runs; it is never installed, and hardly unpacked."""
-    folder = pytestconfig.cache.mkdir("vllm-wheels")
-    wheels = list(folder.glob(f"{WHEEL.replace('==', '-')}-*.whl"))
-    if not wheels:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
-        # Any platform's wheel has the same Python files.
-        subprocess.run([*command, "--only-binary=:all:", WHEEL], check=True, timeout=550)
-        wheels = list(folder.glob("*.whl"))
-    return wheels[0]
+    return download_wheel(pytestconfig.cache.mkdir("vllm-wheels"))
 
 
 @pytest.mark.slow
