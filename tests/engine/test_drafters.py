@@ -61,6 +61,7 @@ def _drafts(llm) -> list[list[int]]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "num_slots", "keys"),
     [
@@ -98,6 +99,7 @@ def test_drafts_are_those_of_vllms_own_chain(prompts, checkpoint, kind, num_slot
         assert tokens(run(trees, prompts[:3], GREEDY)) == tokens(run(engine(), prompts[:3], GREEDY))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [DSPARK, DFLASH2], ids=lambda model: model.name)
 def test_seeded_batches_and_prefix_cache(prompts, model):
     trees = engine(dartree(model=str(model)), enable_prefix_caching=True)
