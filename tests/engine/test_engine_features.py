@@ -6,7 +6,6 @@ import pytest
 import torch
 from engine import targets
 from engine.engines import counted, dartree, engine, metric, run, runner, tokens
-from PIL import Image
 from vllm import SamplingParams
 from vllm.distributed import parallel_state
 from vllm.lora.request import LoRARequest
@@ -218,18 +217,6 @@ def test_a_soft_cap_of_the_attention_logits(prompts, monkeypatch):
     # Settings that no other test has, since engines are shared by them.
     expected, _ = assert_same(str(TARGET), prompts, max_num_seqs=9)
     assert expected != uncapped
-
-
-def test_a_multimodal_target(prompts, folder):
-    # The setup removes it where it does not fit the installed torch; then vLLM cannot import LLaVA.
-    pytest.importorskip("torchvision", exc_type=ImportError)
-    target = targets.multimodal(folder / "llava")
-    expected, trees = assert_same(target, prompts)
-    assert expected == tokens(run(engine(), prompts[:4], FOUR))
-    image = Image.new("RGB", (16, 16), "red")
-    ask = [{"prompt_token_ids": [*prompts[0], 1, *prompts[1]], "multi_modal_data": {"image": image}}]
-    plain, drafted = (llm.generate(ask, GREEDY, use_tqdm=False)[0].outputs[0] for llm in (engine(model=target), trees))
-    assert drafted.token_ids == plain.token_ids
 
 
 def test_adapters_beside_the_base(prompts, folder):
