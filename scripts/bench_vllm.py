@@ -5,9 +5,9 @@
     python scripts/bench_vllm.py --max-samples 4 --max-new-tokens 16                         # here: the bundled pair
 
 Each method is an engine in a process of its own, which serves all loads one after the other: so many requests at once,
-a new one for each that ends, after a warm-up. Speed on a CPU is the interpreter's and means nothing; tau, the number of
-steps and the tokens do. Exits with 1 if tokens differ from those without speculation in float32 where they must not:
-greedily with any method, seeded with dartree (vLLM's own chains keep the distribution, not the seed's tokens).
+a new one for each that ends, after a warm-up of each number. Speed on a CPU is the interpreter's and means nothing; tau
+and the number of steps do. Exits with 1 if tokens differ from those without speculation in float32 where they must not:
+greedily with any method, seeded with dartree (vLLM's own chains keep the distribution and not the tokens of a seed).
 """
 
 import argparse
@@ -28,10 +28,10 @@ from typing import Any
 from vllm_dartree import emulation
 from vllm_dartree.assets import DOMINO, DSPARK, PROMPTS, TARGET
 from vllm_dartree.cli.check import require_checkpoint
+from vllm_dartree.heads.domino import DominoSpec
 
 # In the order of the table. Those of vLLM's own need a drafter of their own kind.
 METHODS = ("none", "dflash", "dspark", "chain", "dartree", "auto")
-HEAD_PREFIXES = ("prefix_gru.", "embed_proj.")
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,9 @@ def without_head(drafter: Path, folder: Path) -> str:
     (folder / "config.json").write_text(json.dumps(config))
     index = folder / "model.safetensors.index.json"
     content = json.loads(index.read_text())
-    kept = {name: shard for name, shard in content["weight_map"].items() if not name.startswith(HEAD_PREFIXES)}
+    kept = {
+        name: shard for name, shard in content["weight_map"].items() if not name.startswith(DominoSpec.tensor_prefixes)
+    }
     for shard in set(content["weight_map"].values()).difference(kept.values()):
         (folder / shard).unlink()
     index.write_text(json.dumps(content | {"weight_map": kept}))
@@ -130,7 +132,7 @@ def run_method(job: dict[str, Any]) -> list[dict[str, Any]]:
 
     llm = LLM(**job["engine"], speculative_config=job["speculative_config"])
     dtype = str(llm.llm_engine.vllm_config.model_config.dtype).removeprefix("torch.")
-    warm = False
+    warm: set[int] = set()
     rows = []
     for load in job["loads"]:
         prompts = load_prompts(load.data_set, llm.get_tokenizer(), job["max_samples"])
@@ -138,9 +140,9 @@ def run_method(job: dict[str, Any]) -> list[dict[str, Any]]:
             SamplingParams(temperature=load.temperature, max_tokens=job["max_new_tokens"], seed=seed)
             for seed in range(len(prompts))
         ]
-        if not warm and not emulation.is_active():
+        if load.concurrency not in warm and not emulation.is_active():
             serve(llm, prompts, params, load.concurrency)
-            warm = True
+            warm.add(load.concurrency)
         before = counters(llm)
         served, seconds, steps = serve(llm, prompts, params, load.concurrency)
         rounds, accepted = (after - early for after, early in zip(counters(llm), before, strict=True))
@@ -253,6 +255,7 @@ def main(words: list[str] | None = None) -> int:
         "max_num_seqs": max(load.concurrency for load in loads),
         "tensor_parallel_size": args.tensor_parallel_size,
         "disable_log_stats": False,
+        "enable_prefix_caching": False,  # all loads of a data set have the same prompts
     }
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if on_cpu:

@@ -1,5 +1,6 @@
-"""Runs the engine's greedy and seeded tests on vLLM 0.33 on a CPU, for which there is no build: its Python over the
-binaries of the installed 0.32.
+"""Runs the engine's greedy and seeded tests, and some more, on vLLM 0.33 on a CPU, for which there is no build.
+
+Its Python runs over the binaries of the installed 0.32.
 
     python scripts/run_on_vllm_033.py [--folder FOLDER] [--wheels FOLDER] [ARGUMENTS FOR PYTEST ...]
 
@@ -22,6 +23,8 @@ _LOSSLESS = "tests/engine/test_lossless.py"
 TESTS = (
     f"{_LOSSLESS}::test_greedy_in_batches_with_chunked_prefill_and_arrivals",
     f"{_LOSSLESS}::test_sampling_with_seeds_alone_and_in_any_batch",
+    "tests/engine/test_budgets.py",
+    "tests/engine/test_operator.py::test_metrics",
 )
 
 

@@ -180,7 +180,7 @@ class Report:
             )
         if last.known_requests:
             found.append(f"{last.known_requests} requests are still known though all have ended")
-        if (last.tensors, last.tensor_bytes) > (middle.tensors, middle.tensor_bytes):
+        if last.tensors > middle.tensors or last.tensor_bytes > middle.tensor_bytes:
             found.append(f"tensors leak: half way there were {middle}, at the end {last}")
         if len(set(self.probes)) > 1:
             found.append(

@@ -201,6 +201,7 @@ SEAMS = (
     Seam("vllm.v1.worker.cpu.model_runner", "CPUModelRunner", platform="cpu"),
     Seam(f"{_V2}.model_runner", "GPUModelRunner.__init__", ("vllm_config", "device"), closed=True),
     Seam(f"{_V2}.model_runner", "GPUModelRunner.prepare_attn", ("input_batch",), closed=True),
+    Seam(f"{_V2}.model_runner", "GPUModelRunner._dummy_sampler_run", ("hidden_states",), closed=True),
     Seam(f"{_V2}.model_runner", "GPUModelRunner.add_requests", ("scheduler_output",), closed=True),
     Seam(
         f"{_V2}.model_runner",
@@ -211,6 +212,10 @@ SEAMS = (
             "speculator",
             "rejection_sampler",
             "req_states",
+            "model",
+            "max_num_tokens",
+            "max_num_reqs",
+            "decode_query_len",
             "vllm_config",
             "speculative_config",
             "model_config",

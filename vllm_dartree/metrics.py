@@ -15,13 +15,13 @@ from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingStats
 
 from vllm_dartree.chains import REASONS, chain_reasons
 
-# By model, for requests that are validated in this process; a new engine takes the registry over, as with vLLM's own.
+# By reason, for requests that are validated in this process; a new engine takes the registry over, as with vLLM's own.
 _chain_requests: dict[str, Any] = {}
 
 
 def _max_depth(vllm_config: VllmConfig) -> int:
     speculative = vllm_config.speculative_config
-    return min(len(speculative.tree.widths(speculative.drafter.num_slots)), speculative.tree.budget)
+    return len(speculative.tree.widths(speculative.drafter.num_slots))
 
 
 class TreeMetrics:
@@ -54,7 +54,7 @@ class TreeMetrics:
             histogram,
             "accepted_length",
             "Accepted nodes of a verify round; it emits one token more.",
-            buckets=list(range(self.max_depth + 1)),
+            buckets=[depth + 0.5 for depth in range(self.max_depth)],
         )
         at_depth = counter(
             name="vllm:dartree_accepted_at_depth",

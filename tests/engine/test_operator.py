@@ -61,7 +61,7 @@ def test_metrics(prompts, operated):
     assert sum(depths) == drafts.accepted
     # The histogram counts rounds of at most a length, the counters those of at least one.
     for depth, count in enumerate(depths, start=1):
-        assert lengths.buckets[f"{depth - 1}.0"] == drafts.rounds - count
+        assert lengths.buckets[f"{depth - 0.5}"] == drafts.rounds - count
     assert values["vllm:dartree_chain_requests", "penalties"].value == 1
     assert values["vllm:dartree_chain_requests", "structured output"].value == 0
 

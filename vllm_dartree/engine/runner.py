@@ -12,6 +12,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
 from vllm_dartree.chains import PATH_DEPENDENT, chain_reasons
 from vllm_dartree.config import check_supported, check_target_class
@@ -39,10 +40,6 @@ class DartreeRunnerMixin:
         self.speculator.cached_layers = install_tree_attention(
             self.vllm_config, self.speculator.draft_attn_layer_names, trees
         )
-        # Also those of installed packages, which the configuration does not list. vLLM's own are all told apart below.
-        self.has_custom_processors = any(
-            not type(processor).__module__.startswith("vllm.") for processor in self.sampler.logits_processors
-        )
         self.rejection_sampler = TreeSampler(self.rejection_sampler, self.speculative_config, self.device, trees)
         self._log_setup()
 
@@ -51,9 +48,9 @@ class DartreeRunnerMixin:
             return
         tree, drafter = self.speculative_config.tree, self.speculative_config.drafter
         backends = {layer.attention.attn_backend.get_name() for layer in self.speculator.cached_layers}
-        chains = (
-            "all requests, by custom logits processors" if self.has_custom_processors else ", ".join(PATH_DEPENDENT)
-        )
+        chains = ", ".join(PATH_DEPENDENT)
+        if self.speculative_config.has_custom_processors:
+            chains = "all requests, by custom logits processors"
         logger.info(
             "DARTree: B=%d nodes, W=%d, K=%d, L=%d slots, beta=%g, %s to depth %d; %s head; trees on %s; drafted as "
             "a chain: %s",
@@ -69,12 +66,20 @@ class DartreeRunnerMixin:
             chains,
         )
 
+    def _dummy_sampler_run(self, hidden_states: Tensor) -> None:
+        # vLLM's profile counts one row of logits a request. A verify round has B + 1, and a float32 copy of a chunk.
+        num_rows = min(self.max_num_tokens, self.max_num_reqs * self.decode_query_len)
+        logits = self.model.compute_logits(hidden_states.new_zeros(num_rows, hidden_states.shape[-1]))
+        chunk = logits[: get_max_chunk_logits(logits.shape[1])].float()
+        super()._dummy_sampler_run(hidden_states)
+        del logits, chunk
+
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().add_requests(scheduler_output)
         as_chain = self.speculator.trees.as_chain
         for request in scheduler_output.scheduled_new_reqs:
             slot = self.req_states.req_id_to_index[request.req_id]
-            as_chain[slot] = bool(chain_reasons(request.sampling_params, self.has_custom_processors))
+            as_chain[slot] = bool(chain_reasons(request.sampling_params, self.speculative_config.has_custom_processors))
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         # Whatever this step is, a tree of the last one must not leak into it.

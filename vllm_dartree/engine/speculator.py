@@ -126,14 +126,17 @@ class DartreeSpeculator(DFlashSpeculator):
         num_reqs = input_batch.num_reqs
         ends = input_batch.query_start_loc[1 : num_reqs + 1] - num_rejected[:num_reqs]
         self.context_rows[:num_reqs] = (ends - 1).clamp(min=0)
-        return super().propose(
-            input_batch,
-            attn_metadata,
-            slot_mappings,
-            last_hidden_states,
-            aux_hidden_states,
-            num_sampled,
-            num_rejected,
-            *args,
-            **kwargs,
-        )
+        try:
+            return super().propose(
+                input_batch,
+                attn_metadata,
+                slot_mappings,
+                last_hidden_states,
+                aux_hidden_states,
+                num_sampled,
+                num_rejected,
+                *args,
+                **kwargs,
+            )
+        finally:
+            self.skips_drafting = False  # graphs may be captured anew at any time

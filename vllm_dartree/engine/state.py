@@ -118,19 +118,16 @@ class TreeState:
         tokens, bounds = input_batch.logits_indices.long(), input_batch.cu_num_logits.long()
         begin = begin_rows if use_triton(tokens.device) else begin_rows_torch
         trees = self.parents, self.depths, self.ancestors
-        *rows, depths, ancestors = begin(
-            input_batch.positions, tokens, bounds, input_batch.idx_mapping, prefill_len, *trees
-        )
-        requests, rows, roots, num_nodes, parents = rows
+        begun = begin(input_batch.positions, tokens, bounds, input_batch.idx_mapping, prefill_len, *trees)
         self.step = TreeStep(
             tokens=tokens,
-            requests=requests,
-            rows=rows,
+            requests=begun.requests,
+            rows=begun.rows,
             bounds=bounds,
-            roots=roots,
-            num_nodes=num_nodes,
-            parents=parents,
-            topology=Topology(depths, ancestors),
+            roots=begun.roots,
+            num_nodes=begun.num_nodes,
+            parents=begun.parents,
+            topology=Topology(begun.depths, begun.ancestors),
             verify_only=input_batch.num_tokens == tokens.shape[0],
         )
         return self.step

@@ -35,7 +35,7 @@ def accept_walk(
         the number of its nodes ``[R]``; all int64.
     """
     num_requests, num_rows = parents.shape
-    path, emitted = parents.new_empty(2, num_requests, max_depth + 1)
+    path, emitted = (parents.new_empty(num_requests, max_depth + 1) for _ in range(2))
     num_accepted = parents.new_empty(num_requests)
     _accept_walk_kernel[(num_requests,)](
         tokens,
@@ -84,7 +84,17 @@ def accept_walk_torch(
     return path, emitted, on_path.sum(-1) - 1
 
 
-@triton.jit
+# Its arguments are slices where the logits are sampled in chunks.
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "tokens_ptr",
+        "parents_ptr",
+        "ancestors_ptr",
+        "depths_ptr",
+        "target_tokens_ptr",
+        "num_nodes_ptr",
+    ]
+)
 def _accept_walk_kernel(
     tokens_ptr,  # [R, B]
     parents_ptr,  # [R, B + 1]

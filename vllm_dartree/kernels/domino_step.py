@@ -48,7 +48,7 @@ def best_children(
     num_requests, num_branches, emb_dim = projected.shape
     num_candidates = candidates.shape[1]
     best = scores.new_empty(num_requests, width)
-    branch, choice, tokens = candidates.new_empty(3, num_requests, width)
+    branch, choice, tokens = (candidates.new_empty(num_requests, width) for _ in range(3))
     _best_children_kernel[(num_requests,)](
         hidden,
         projected,

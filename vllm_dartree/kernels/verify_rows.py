@@ -51,9 +51,10 @@ def begin_rows(
         all_ancestors: ``[S, B + 1, B + 1]`` bool.
     """
     num_requests, max_rows = slots.shape[0], all_parents.shape[1]
-    requests, rows = tokens.new_empty(2, tokens.shape[0])
-    roots, num_nodes = tokens.new_empty(2, num_requests)
-    parents, depths = tokens.new_empty(2, num_requests, max_rows)
+    # Tensors of their own, all aligned: Triton would compile a kernel anew for views that are not.
+    requests, rows = torch.empty_like(tokens), torch.empty_like(tokens)
+    roots, num_nodes = tokens.new_empty(num_requests), tokens.new_empty(num_requests)
+    parents, depths = (tokens.new_empty(num_requests, max_rows) for _ in range(2))
     ancestors = all_ancestors.new_empty(num_requests, max_rows, max_rows)
     _begin_rows_kernel[(triton.cdiv(max_rows, _TILE_ROWS), num_requests)](
         positions,

@@ -72,18 +72,16 @@ class TreeConfig:
                 f"depth is {self.depth}, but the drafter's block has {num_slots} slots after the anchor; "
                 f"it must be at most {num_slots}"
             )
-        depth = self.depth or num_slots
+        depth = min(self.depth or num_slots, self.budget)  # a node has all its ancestors beside it
         match self.variant:
             case "pruned":
                 return (self.width,) * depth
             case "chain":
-                return (1,) * min(depth, self.budget)
+                return (1,) * depth
         widths: list[int] = []
         remaining = self.budget
         for left in range(depth, 0, -1):
             width = -(-remaining // left)
-            if width == 0:
-                break
             widths.append(width)
             remaining -= width
         if widths[0] > self.candidates:
