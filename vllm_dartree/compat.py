@@ -530,6 +530,13 @@ SEAMS = (
     Seam("vllm.v1.core.sched.scheduler", "Scheduler.schedule"),
     Seam("vllm.v1.core.sched.scheduler", "Scheduler.make_spec_decoding_stats"),
     # Emulation: emulation/.
+    Seam(
+        "vllm.distributed.device_communicators.cpu_communicator",
+        "CpuCommunicator.all_gather",
+        ("input_", "dim"),
+        closed=True,
+        platform="cpu",
+    ),
     Seam("vllm.v1.sample.ops.topk_topp_sampler", "apply_top_k_top_p_triton", ("logits", "k", "p")),
     Seam("vllm.v1.sample.ops.topk_topp_sampler", "apply_top_k_top_p_pytorch", ("logits", "k", "p")),
 )

@@ -73,13 +73,27 @@ def _mend_interpreter() -> None:
 
 
 def mend_vllm() -> None:
-    """Swaps vLLM's top-k/top-p kernel, which the interpreter cannot run, for vLLM's own PyTorch version."""
+    """Mends what vLLM's build for CPUs lacks of what the V2 engine asks for."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.v1.sample.ops import topk_topp_sampler
 
+    # vLLM's top-k/top-p kernel, which the interpreter cannot run, becomes vLLM's own PyTorch version.
     def apply_top_k_top_p(logits, k, p, **hints_for_the_kernel):
         return topk_topp_sampler.apply_top_k_top_p_pytorch(logits, k, p)
 
     topk_topp_sampler.apply_top_k_top_p_triton = apply_top_k_top_p
+    gather = CpuCommunicator.all_gather
+    if hasattr(gather, "dartree"):
+        return
+
+    def all_gather(self, input_, dim=-1):
+        # Ids of candidates, which are exact as float32, are not gathered as int64.
+        if input_.dtype.is_floating_point:
+            return gather(self, input_, dim)
+        return gather(self, input_.float(), dim).to(input_.dtype)
+
+    all_gather.dartree = True
+    CpuCommunicator.all_gather = all_gather
 
 
 def installed_build() -> str | None:
