@@ -38,7 +38,7 @@ def engine_args(speculative=None, model=str(TARGET), **settings):
 
 def refusal(speculative=None, **settings) -> str:
     """The message of the error at start, which must be one of ours, raised in this process."""
-    from vllm_dartree.config import DartreeConfigError
+    from vllm_dartree.features import DartreeConfigError
     from vllm_dartree.heads import DrafterConfigError
 
     args = engine_args(speculative, **settings)
@@ -519,7 +519,7 @@ def test_features_that_cannot_be_combined_are_refused_by_name(name, changed):
 
 
 def test_every_unsupported_feature_is_tested():
-    from vllm_dartree.config import UNSUPPORTED
+    from vllm_dartree.features import UNSUPPORTED
 
     assert len(UNSUPPORTED) == len(FEATURES)
     for feature in UNSUPPORTED:
@@ -554,7 +554,7 @@ def test_what_looks_like_them_is_let_through(settings):
 
 
 def test_a_target_that_hands_out_no_hidden_states_is_refused(changed):
-    from vllm_dartree.config import DartreeConfigError, check_target_class
+    from vllm_dartree.features import DartreeConfigError, check_target_class
 
     check_target_class(engine_args().create_engine_config())
     gemma = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "query_pre_attn_scalar": 32}
@@ -576,15 +576,15 @@ def test_a_cpu_without_emulation_is_told_about_it(monkeypatch):
 
 
 def test_the_finished_config_is_checked_in_the_process_of_the_user(monkeypatch):
-    from vllm_dartree import config
+    from vllm_dartree import features
 
     seen = []
-    monkeypatch.setattr(config, "check_supported", seen.append)
+    monkeypatch.setattr(features, "check_supported", seen.append)
     assert seen == [engine_args().create_engine_config()]
 
 
 def test_what_only_the_finished_config_tells_is_refused(monkeypatch):
-    from vllm_dartree.config import DartreeConfigError, check_supported
+    from vllm_dartree.features import DartreeConfigError, check_supported
 
     config = engine_args().create_engine_config()
     check_supported(config)
@@ -605,18 +605,19 @@ def test_other_platforms_and_a_gpu_without_triton_are_refused(monkeypatch):
     import vllm.triton_utils
     from vllm.platforms import current_platform
 
-    from vllm_dartree.config import DartreeConfigError, _check_runner, worker_class
+    from vllm_dartree.config import worker_class
+    from vllm_dartree.features import DartreeConfigError, check_runner
 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     with pytest.raises(DartreeConfigError, match="runs on NVIDIA GPUs and, for tests, on CPUs"):
         worker_class()
     monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", False)
     with pytest.raises(DartreeConfigError, match="vLLM finds no working Triton"):
-        _check_runner()
+        check_runner()
 
 
 def test_other_methods_are_not_checked():
-    from vllm_dartree.config import check_supported
+    from vllm_dartree.features import check_supported
 
     args = engine_args({"method": "dflash", "num_speculative_tokens": 7}, enable_trace_replay=True)
     check_supported(args.create_engine_config())

@@ -32,7 +32,7 @@ def test_what_is_refused_is_in_the_table():
     from vllm_dartree.emulation import activate
 
     activate()
-    from vllm_dartree.config import UNSUPPORTED
+    from vllm_dartree.features import UNSUPPORTED
 
     refused = " ".join(row[0] for row in ROWS if row[1] == "refused")
     for feature in UNSUPPORTED:

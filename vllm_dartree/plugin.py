@@ -72,9 +72,9 @@ def _check_the_finished_config() -> None:
         def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
             vllm_config = native(self, *args, **kwargs)
             if _is_dartree(vllm_config.speculative_config):
-                from vllm_dartree import config
+                from vllm_dartree import features
 
-                config.check_supported(vllm_config)
+                features.check_supported(vllm_config)
             return vllm_config
 
         return create_engine_config

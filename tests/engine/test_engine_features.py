@@ -14,9 +14,9 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backend import AttentionType
 
 from vllm_dartree.assets import TARGET
-from vllm_dartree.config import DartreeConfigError
 from vllm_dartree.engine.attention import install_tree_attention
 from vllm_dartree.engine.state import TreeState, TreeStep
+from vllm_dartree.features import DartreeConfigError
 from vllm_dartree.kernels import use_triton
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)

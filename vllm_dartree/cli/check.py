@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
 
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_dartree import chains, config
+    from vllm_dartree import chains, config, features
 
     try:
         vllm_config = EngineArgs(
@@ -140,6 +140,6 @@ def run(args: argparse.Namespace) -> int:
     if penalties := chains.default_penalties(vllm_config.model_config.get_diff_sampling_param()):
         defaults = ", ".join(f"{key}={value}" for key, value in penalties.items())
         _line("", f"here all that keep this model's default {defaults}")
-    _line("not with", "; ".join(feature.name for feature in config.UNSUPPORTED))
+    _line("not with", "; ".join(feature.name for feature in features.UNSUPPORTED))
     _line("result", "this pair can be served here with method 'dartree'")
     return 0

@@ -17,10 +17,10 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType, CommonAttentionMetadata
 
-from vllm_dartree.config import BACKENDS, PAGED_BACKENDS, DartreeConfigError
 from vllm_dartree.engine.commit import CachedLayer
 from vllm_dartree.engine.kv_layout import KVLayout, PackedCPULayout, PagedLayout, VerifyRows
 from vllm_dartree.engine.state import TreeState, TreeStep
+from vllm_dartree.features import BACKENDS, PAGED_BACKENDS, DartreeConfigError
 from vllm_dartree.kernels import use_triton
 
 

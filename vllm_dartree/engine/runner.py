@@ -15,10 +15,10 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
 from vllm_dartree.chains import PATH_DEPENDENT, chain_reasons
-from vllm_dartree.config import check_supported, check_target_class
 from vllm_dartree.engine.attention import install_tree_attention
 from vllm_dartree.engine.sampler import TreeSampler
 from vllm_dartree.engine.speculator import DartreeSpeculator
+from vllm_dartree.features import check_supported, check_target_class
 
 logger = logging.getLogger("vllm.dartree")
 

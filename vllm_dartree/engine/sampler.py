@@ -105,7 +105,7 @@ class TreeSampler(RejectionSampler):
         """The logprobs of the emitted tokens, from the rows of the path; empty if no request asks for any.
 
         vLLM reads those of a request from its first rows. It is given as many rows as a path can have, and not those of
-        all nodes.
+        all nodes. ``logits`` are those of the part's rows, ``[N, V]``.
         """
         dims = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np)
         if dims is None:

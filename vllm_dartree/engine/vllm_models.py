@@ -31,6 +31,7 @@ def mend_context_keys(model: nn.Module) -> None:
 
 
 def normalize_each_layer(model: DFlashQwen3Model, all_k: Tensor) -> Tensor:
+    """``DFlashQwen3Model._normalize_context_k``: the context's keys of all layers, ``[layers, ...]``."""
     norms = [layer.self_attn.k_norm for layer in model.layers]
     return torch.stack([norm.forward_native(keys) for norm, keys in zip(norms, all_k, strict=True)])
 

@@ -16,7 +16,7 @@ class MarkovSpec(DrafterSpec):
     markov_rank: int = 0
 
     head = "markov"
-    samples_from_anchor = True
+    samples_from_anchor_by_default = True
     tensor_prefixes = ("markov_head.",)
 
     @classmethod

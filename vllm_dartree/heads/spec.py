@@ -59,7 +59,7 @@ class DrafterSpec:
 
     head: ClassVar[str]
     anchor_key: ClassVar[str] = "sample_from_anchor"
-    samples_from_anchor: ClassVar[bool] = False  # where the config does not say
+    samples_from_anchor_by_default: ClassVar[bool] = False  # where the config does not say
     tensor_prefixes: ClassVar[tuple[str, ...]] = ()  # of the head's tensors in the checkpoint
 
     def __init_subclass__(cls) -> None:
@@ -139,7 +139,7 @@ class DrafterSpec:
                 "mask_token_id", "dspark_noise_token_id", minimum=0, needed_by="a block drafter"
             ),
             target_layer_ids=tuple(layers),
-            sample_from_anchor=kind.samples_from_anchor if from_anchor is None else bool(from_anchor),
+            sample_from_anchor=kind.samples_from_anchor_by_default if from_anchor is None else bool(from_anchor),
             logit_scale=float(config.get("logit_scale") or 1.0),
             **kind.own_fields(keys),
         )
