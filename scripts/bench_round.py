@@ -216,7 +216,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget", type=int, default=TreeConfig.budget)
     parser.add_argument("--width", type=int, default=TreeConfig.width)
     parser.add_argument("--candidates", type=int, default=TreeConfig.candidates)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    for name, value in vars(options).items():
+        if any(number < 1 for number in (value if isinstance(value, list) else [value]) if isinstance(number, int)):
+            parser.error(f"--{name.replace('_', '-')} is {value}, but it must be at least 1")
+    return options
 
 
 @torch.inference_mode()

@@ -237,17 +237,35 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+def numbers(option: str, text: str, kind: type, minimum: float) -> list:
+    """The values of a comma-separated option."""
+    try:
+        values = [kind(word) for word in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) < minimum:
+        raise ValueError(f"{option} is '{text}', but it must be numbers >= {minimum} with commas between them")
+    return values
+
+
 def main(words: list[str] | None = None) -> int:
-    args = parse(words)
+    try:
+        return run(parse(words))
+    except ValueError as error:
+        print(f"bench_vllm.py: error: {error}", file=sys.stderr)
+        return 2
+
+
+def run(args: argparse.Namespace) -> int:
     for option in ("target", "draft", "dflash_draft", "dspark_draft"):
         if getattr(args, option):
             require_checkpoint(f"--{option.replace('_', '-')}", getattr(args, option))
     on_cpu = emulation.installed_build() == "cpu"
     loads = [
-        Load(data_set, float(temperature), int(concurrency))
+        Load(data_set, temperature, concurrency)
         for data_set in args.data_sets.split(",")
-        for temperature in args.temperatures.split(",")
-        for concurrency in args.concurrency.split(",")
+        for temperature in numbers("--temperatures", args.temperatures, float, 0)
+        for concurrency in numbers("--concurrency", args.concurrency, int, 1)
     ]
     engine: dict[str, Any] = {
         "model": args.target,

@@ -93,9 +93,9 @@ class Constant:
 class SimulatedController(BudgetController):
     """With the simulation's clock."""
 
-    def __init__(self, max_num_seqs: int) -> None:
+    def __init__(self) -> None:
         self.now = 0.0
-        super().__init__(BUDGET, max_num_seqs, clock=lambda: self.now)
+        super().__init__(BUDGET, clock=lambda: self.now)
 
 
 def simulate(steps: int, seed: int = 0) -> list[dict[str, float]]:
@@ -107,7 +107,7 @@ def simulate(steps: int, seed: int = 0) -> list[dict[str, float]]:
     model, rows = CostModel(), []
     for num_requests in CONCURRENCY:
         few = max(steps * 8 // max(num_requests, 8), steps // 2)
-        controller = SimulatedController(max_num_seqs=512)
+        controller = SimulatedController()
         row = {
             "requests": num_requests,
             "none": serve(model, num_requests, Constant(0), few, seed),
@@ -126,6 +126,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="write a plot to this file (needs matplotlib)")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     arguments = parser.parse_args()
+    if arguments.steps < 2:
+        parser.error(f"--steps is {arguments.steps}, but it must be at least 2")
     rows = simulate(arguments.steps, arguments.seed)
     print(f"| concurrent requests | none, tok/s | fixed {BUDGET} | auto | auto settles at | auto / better of both |")
     print("|---|---|---|---|---|---|")

@@ -245,6 +245,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000, help="how many (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the random requests (default %(default)s)")
     arguments = parser.parse_args()
+    if arguments.requests < 1:
+        parser.error(f"--requests is {arguments.requests}, but it must be at least 1")
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     from vllm_dartree.emulation import activate

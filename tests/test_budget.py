@@ -37,7 +37,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def controller(clock) -> BudgetController:
-    return BudgetController(64, 128, clock)
+    return BudgetController(64, clock)
 
 
 def test_the_ladder_quarters_the_budget_down_to_4_and_ends_with_none():
@@ -49,7 +49,7 @@ def test_the_ladder_quarters_the_budget_down_to_4_and_ends_with_none():
 
 def test_free_rows_take_the_largest_tree_and_dear_rows_none(clock):
     for price, wanted in ((0.0, 64), (1.0, 0)):
-        controller = BudgetController(64, 128, clock)
+        controller = BudgetController(64, clock)
         chosen = served(controller, clock, 600, lambda nodes, price=price: 1 + price * nodes, lambda nodes: nodes**0.5)
         assert set(chosen[100:125]) == {wanted}
 

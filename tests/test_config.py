@@ -118,6 +118,12 @@ def test_a_budget_by_load():
     assert "data_parallel_size is 2" in message
 
 
+def test_a_scheduler_without_room_for_a_tree_is_told(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    engine_args({"num_speculative_tokens": 16}, max_num_batched_tokens=31, max_num_seqs=1).create_engine_config()
+    assert "max_num_batched_tokens is 31, but a request with a whole tree takes 32 of them (its 17 rows" in caplog.text
+
+
 def test_default_penalties_of_the_model_are_told(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     engine_args(override_generation_config={"repetition_penalty": 1.05}).create_engine_config()
@@ -170,10 +176,10 @@ def test_a_default_budget_shrinks_to_the_nodes_there_can_be():
     assert engine_args(keys).create_engine_config().num_speculative_tokens == 8
 
 
-def test_a_larger_budget_that_was_asked_for_stays_with_a_warning(caplog, monkeypatch):
+def test_a_larger_budget_that_was_asked_for_shrinks_with_a_warning(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     args = engine_args({"tree_variant": "chain", "num_speculative_tokens": 20})
-    assert args.create_engine_config().num_speculative_tokens == 20
+    assert args.create_engine_config().num_speculative_tokens == 15
     assert "num_speculative_tokens is 20, but a tree has at most 15 nodes" in caplog.text
 
 
@@ -379,10 +385,25 @@ def test_row_local_sampling_parameters_are_let_through():
         ({"tree-width": 4, "tree_width": 5}, "the key 'tree_width' twice"),
         ({"model": "absent"}, "speculative_config has no 'model'"),
         ({"model": "no/such-drafter"}, "model='no/such-drafter', but there is no config.json"),
-        ({"prompt_lookup_max": 4}, "prompt_lookup_max is 4, but it belongs to another speculative method"),
-        ({"suffix_decoding_max_tree_depth": 9}, "suffix_decoding_max_tree_depth is 9, but it belongs to another"),
-        ({"use_local_argmax_reduction": True}, "use_local_argmax_reduction is True, but it belongs to another"),
-        ({"enable_adaptive_verification": True}, "enable_adaptive_verification is True, but it belongs to another"),
+        ({"prompt_lookup_max": 4}, "prompt_lookup_max is 4, but method 'dartree' has no use for it"),
+        ({"suffix_decoding_max_tree_depth": 9}, "suffix_decoding_max_tree_depth is 9, but method 'dartree' has"),
+        ({"max_model_len": 64}, "max_model_len is 64, but method 'dartree' has no use for it; leave it out"),
+        ({"model": ["a"]}, "model is ['a']; it must be the drafter's folder or name on the hub"),
+        ({"tree_budget": ""}, "tree_budget is ''; it must be one of 'fixed', 'auto'"),
+        (
+            {"num_speculative_tokens_per_batch_size": []},
+            "num_speculative_tokens_per_batch_size must not be empty. It must list ranges",
+        ),
+        (
+            {"num_speculative_tokens_per_batch_size": [[1, 4, 8], [4, 8, 4]]},
+            "ranges must be non-overlapping and sorted. It must list ranges of batch sizes",
+        ),
+        (
+            {"num_speculative_tokens": 8, "num_speculative_tokens_per_batch_size": [[1, 4, 100]]},
+            "has 100 nodes for batches of up to 4, but num_speculative_tokens is 8; lower the one",
+        ),
+        ({"use_local_argmax_reduction": True}, "use_local_argmax_reduction is True, but method 'dartree' has"),
+        ({"enable_adaptive_verification": True}, "enable_adaptive_verification is True, but method 'dartree' has"),
         (
             {"draft_sample_method": "probabilistic"},
             "draft_sample_method is 'probabilistic', but method 'dartree' works",

@@ -79,12 +79,11 @@ class BudgetController:
 
     Args:
         budget: the largest, ``num_speculative_tokens``.
-        max_num_seqs: of the scheduler; as many budgets are tried at most, see ``batch_size_schedule``.
         clock: seconds, ``time.perf_counter``.
     """
 
-    def __init__(self, budget: int, max_num_seqs: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.ladder = budget_ladder(budget)[:max_num_seqs]
+    def __init__(self, budget: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.ladder = budget_ladder(budget)
         self.clock = clock
         self.taus = {nodes: _Mean() for nodes in self.ladder if nodes}
         self.seconds: dict[tuple[int, int], _Mean] = {}  # the cost table: by batch size and budget

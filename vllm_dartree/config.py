@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 from vllm.config import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
+from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
 
 from vllm_dartree.budget import batch_size_schedule
 from vllm_dartree.chains import default_penalties
@@ -52,10 +53,11 @@ BUDGET_KEY, BUDGET_MODES = "tree_budget", ("fixed", "auto")
 ALIASES = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 # Keys of the tree that a variant has no use for.
 UNUSED_TREE_KEYS = {"fixed": ("tree_width",), "chain": ("tree_width", "tree_depth_bonus")}
-# vLLM's keys that belong to other methods; False and null ask for nothing and are let through.
+# vLLM's keys that mean nothing to this method; False and null ask for nothing and are let through.
 FOREIGN_KEYS = re.compile(
     r"prompt_lookup_\w+|suffix_decoding_\w+|synthetic_\w+|fly_\w+|xpress_topc|draft_lm_head_quantization"
     r"|index_share_for_mtp_iteration|use_heterogeneous_vocab|use_local_argmax_reduction|enable_adaptive_verification"
+    r"|parallel_drafting|disable_padded_drafter_batch|disable_eagle_block_drop|max_model_len"
 )
 # Keys that vLLM fills in itself.
 INTERNAL_KEYS = ("target_model_config", "target_parallel_config", "draft_model_config", "draft_parallel_config")
@@ -124,7 +126,7 @@ def given_keys(args: EngineArgs) -> dict[str, Any]:
     """
     keys: dict[str, Any] = {}
     for key, value in (args.speculative_config or {}).items():
-        name = key.replace("-", "_")
+        name = str(key).replace("-", "_")
         if name in keys:
             raise DartreeConfigError(f"speculative_config has the key {name!r} twice, with '-' and with '_'; keep one")
         keys[name] = value
@@ -180,10 +182,9 @@ def _check_keys(keys: Mapping[str, Any]) -> None:
                 f"{', '.join(TREE_KEYS)}, {BUDGET_KEY} and vLLM's own keys for a drafter"
             )
         if FOREIGN_KEYS.fullmatch(key) and value not in (None, False):
-            raise DartreeConfigError(
-                f"{key} is {value!r}, but it belongs to another speculative method and method 'dartree' has no use for "
-                "it; leave it out"
-            )
+            raise DartreeConfigError(f"{key} is {value!r}, but method 'dartree' has no use for it; leave it out")
+    if not isinstance(keys.get("model"), str | None):
+        raise DartreeConfigError(f"model is {keys['model']!r}; it must be the drafter's folder or name on the hub")
     if not keys.get("model"):
         raise DartreeConfigError(
             "speculative_config has no 'model'; method 'dartree' needs the drafter's checkpoint there, a folder or a "
@@ -196,14 +197,31 @@ def _check_keys(keys: Mapping[str, Any]) -> None:
             )
 
 
+def _check_schedule(schedule: Any, budget: int) -> None:
+    """Refuses a ``num_speculative_tokens_per_batch_size`` that vLLM would refuse later, or not follow."""
+    try:
+        ranges = validate_and_normalize_dynamic_sd_schedule(schedule)
+    except (TypeError, ValueError) as error:
+        raise DartreeConfigError(
+            f"num_speculative_tokens_per_batch_size is {schedule!r}: {error} It must list ranges of batch sizes with "
+            "their budgets, [[first, last, nodes], ...], from 1 upwards"
+        ) from None
+    for _, last, nodes in ranges:
+        if nodes > budget:
+            raise DartreeConfigError(
+                f"num_speculative_tokens_per_batch_size has {nodes} nodes for batches of up to {last}, but "
+                f"num_speculative_tokens is {budget}; lower the one or raise the other"
+            )
+
+
 def _auto_budget(keys: Mapping[str, Any], parallel: ParallelConfig) -> bool:
     """Whether the user wants the budget to follow the load."""
-    mode = keys.get(BUDGET_KEY) or BUDGET_MODES[0]
+    mode = BUDGET_MODES[0] if keys.get(BUDGET_KEY) is None else keys[BUDGET_KEY]
     if mode not in BUDGET_MODES:
         raise DartreeConfigError(f"{BUDGET_KEY} is {mode!r}; it must be one of {', '.join(map(repr, BUDGET_MODES))}")
     if mode == "fixed":
         return False
-    if keys.get("num_speculative_tokens_per_batch_size"):
+    if keys.get("num_speculative_tokens_per_batch_size") is not None:
         raise DartreeConfigError(
             f"{BUDGET_KEY} is 'auto', but num_speculative_tokens_per_batch_size is given too; leave one of them out"
         )
@@ -231,6 +249,8 @@ def create_speculative_config(
     _check_keys(keys)
     tree = tree_config(keys)
     auto_budget = _auto_budget(keys, target_parallel_config)
+    if (schedule := keys.get("num_speculative_tokens_per_batch_size")) is not None:
+        _check_schedule(schedule, tree.budget)
     check_runner()
     check_features(early_view(args, target_model_config, target_parallel_config))
     if target_parallel_config.worker_cls not in ("auto", worker_class()):
@@ -324,17 +344,16 @@ def _hand_over(base: SpeculativeConfig, kind: type[DraftModel]) -> None:
 
 
 def _fit_budget(tree: TreeConfig, num_nodes: int, *, is_given: bool) -> TreeConfig:
-    """A default budget shrinks to the nodes that there can be; a budget that was asked for stays, with a warning."""
-    if not is_given:
-        return dataclasses.replace(tree, budget=num_nodes)
-    logger.warning(
-        "num_speculative_tokens is %d, but a tree has at most %d nodes (tree_variant is %r); the other rows are "
-        "verified for nothing",
-        tree.budget,
-        num_nodes,
-        tree.variant,
-    )
-    return tree
+    """The budget shrinks to the nodes that there can be, with a warning if it was asked for."""
+    if is_given:
+        logger.warning(
+            "num_speculative_tokens is %d, but a tree has at most %d nodes here (tree_variant is %r), so as many are "
+            "verified",
+            tree.budget,
+            num_nodes,
+            tree.variant,
+        )
+    return dataclasses.replace(tree, budget=num_nodes)
 
 
 def _read_drafter(keys: Mapping[str, Any], hub_token: Any) -> tuple[dict[str, Any], DrafterSpec]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+
+logger = logging.getLogger("vllm.dartree")
 
 # Attention backends whose cache is vLLM's paged one with a slot's key and value side by side, and the CPU's.
 PAGED_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
@@ -310,6 +313,21 @@ def check_supported(vllm_config: VllmConfig) -> None:
             "leave that out"
         )
     check_features(vllm_config)
+    speculative, budget = vllm_config.speculative_config, vllm_config.scheduler_config.max_num_batched_tokens
+    needed = tokens_of_a_round(speculative)
+    if budget < needed:
+        logger.warning(
+            "max_num_batched_tokens is %d, but a request with a whole tree takes %d of them (its %d rows and the slots "
+            "of the drafter's block), so that trees are cut or left out; raise it to that times the requests at once",
+            budget,
+            needed,
+            speculative.num_speculative_tokens + 1,
+        )
+
+
+def tokens_of_a_round(speculative_config: Any) -> int:
+    """Tokens of ``max_num_batched_tokens`` that vLLM's scheduler takes for one request with a whole tree."""
+    return speculative_config.num_speculative_tokens + 1 + speculative_config.max_num_new_slots_for_drafting
 
 
 def check_target_class(vllm_config: VllmConfig) -> None:

@@ -207,8 +207,7 @@ def _choose_budgets() -> None:
             native(self, vllm_config, *args, **kwargs)
             speculative = vllm_config.speculative_config
             if _is_dartree(speculative) and speculative.auto_budget:
-                max_num_seqs = vllm_config.scheduler_config.max_num_seqs
-                self.dynamic_sd_lookup = BudgetController(speculative.num_speculative_tokens, max_num_seqs)
+                self.dynamic_sd_lookup = BudgetController(speculative.num_speculative_tokens)
 
         return __init__
 

@@ -71,6 +71,7 @@ def _device(build: str) -> str:
 
 
 def _print_pair(vllm_config: "VllmConfig") -> None:
+    from vllm_dartree import features
     from vllm_dartree.engine.draft_models import kind_of
 
     speculative, target = vllm_config.speculative_config, vllm_config.model_config
@@ -92,7 +93,8 @@ def _print_pair(vllm_config: "VllmConfig") -> None:
         f"B = {tree.budget} nodes, W = {tree.width}, K = {tree.candidates}, beta = {tree.depth_bonus}, "
         f"{tree.variant}, depth {tree.depth or spec.num_slots}",
     )
-    _line("a round", f"verifies {tree.budget + 1} tokens for each request, out of max_num_batched_tokens")
+    tokens = features.tokens_of_a_round(speculative)
+    _line("a round", f"verifies {tree.budget + 1} rows of each request, and takes {tokens} of max_num_batched_tokens")
 
 
 def run(args: argparse.Namespace) -> int:
