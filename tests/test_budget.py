@@ -89,10 +89,10 @@ def test_a_prefill_or_a_pause_is_no_price_of_a_tree(controller, clock):
 
 @pytest.mark.slow
 def test_in_the_cost_model_it_is_never_below_the_fixed_budget_or_none():
-    rows = simulate(steps=2000)
+    rows = simulate(steps=3000)
     assert [row["requests"] for row in rows] == list(CONCURRENCY)
     for row in rows:
-        assert row["auto"] > 0.96 * max(row["none"], row["fixed"]), row
+        assert row["auto"] > 0.95 * max(row["none"], row["fixed"]), row
     budgets = [row["budget"] for row in rows]
     assert budgets == sorted(budgets, reverse=True)
     assert budgets[0] == 64 and budgets[-1] == 0
