@@ -172,6 +172,11 @@ SEAMS = (
     ),
     Seam(
         "vllm.v1.spec_decode.dynamic.utils",
+        "validate_and_normalize_dynamic_sd_schedule",
+        ("num_speculative_tokens_per_batch_size",),
+    ),
+    Seam(
+        "vllm.v1.spec_decode.dynamic.utils",
         "build_dynamic_sd_schedule_lookup",
         ("num_speculative_tokens_per_batch_size", "vllm_max_batch_size", "vllm_num_speculative_tokens"),
     ),
