@@ -180,7 +180,7 @@ SEAMS = (
         "build_dynamic_sd_schedule_lookup",
         ("num_speculative_tokens_per_batch_size", "vllm_max_batch_size", "vllm_num_speculative_tokens"),
     ),
-    Seam("vllm.config", "SchedulerConfig", members=("max_num_seqs",)),
+    Seam("vllm.config", "SchedulerConfig", members=("max_num_seqs", "max_num_batched_tokens")),
     Seam("vllm.sampling_params", "SamplingParams._validate_spec_decode", ("speculative_config",), closed=True),
     Seam(
         "vllm",
