@@ -37,7 +37,7 @@ def test_a_penalised_request_is_drafted_as_a_chain_and_still_gains(prompts):
 
     def record(self, slots, tree):
         written = write(self, slots, tree)
-        seen.append(written.parents[0].tolist())
+        seen.append(self.parents[slots[0]].tolist())
         return written
 
     type(state).write = record
