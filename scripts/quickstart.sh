@@ -4,4 +4,4 @@
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 .venv/bin/vllm-dartree demo "$@"
 echo
-exec .venv/bin/vllm-dartree compare --max-samples 8
+exec .venv/bin/vllm-dartree compare --max-samples 4

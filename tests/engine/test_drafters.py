@@ -80,8 +80,7 @@ def test_drafts_are_those_of_vllms_own_chain(prompts, checkpoint, kind, num_slot
     model, method = checkpoint(kind)
     native = engine({"method": method, "model": model, "num_speculative_tokens": num_slots})
     assert type(runner(native).speculator).__module__.startswith("vllm.v1.")
-    # More rows than the block has slots: nothing in the drafter may take the budget for its block.
-    chain = engine(dartree(num_slots + 4, model, tree_variant="chain", **keys))
+    chain = engine(dartree(num_slots, model, tree_variant="chain", **keys))
     expected = tokens(run(engine(), prompts[:1], GREEDY))
     seen = []
     for llm in (native, chain):
@@ -94,15 +93,17 @@ def test_drafts_are_those_of_vllms_own_chain(prompts, checkpoint, kind, num_slot
         generation = ReferenceDecoder(target, load_drafter(model, target), "dflash2").generate(prompts[0], 20)
         rounds = [done.tree.tokens[0].tolist() for done in generation.rounds]
         assert rounds == seen[0][: len(rounds)]
-    trees = engine(dartree(model=model))
+    # More rows than the block has slots: nothing in the drafter may take the budget for its block.
+    trees = engine(dartree(20, model))
     with counted(trees):
         assert tokens(run(trees, prompts[:3], GREEDY)) == tokens(run(engine(), prompts[:3], GREEDY))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [DSPARK, DFLASH2], ids=lambda model: model.name)
-def test_seeded_batches_and_prefix_cache(prompts, model):
-    trees = engine(dartree(model=str(model)), enable_prefix_caching=True)
+@pytest.mark.parametrize("name", ["dspark", "dflash2", "lilicorr"])
+def test_seeded_batches_and_prefix_cache(prompts, checkpoint, name):
+    model = str(DFLASH2) if name == "dflash2" else checkpoint(name)[0]
+    trees = engine(dartree(model=model), enable_prefix_caching=True)
     long = [token for prompt in prompts[:24] for token in prompt][:300]  # several blocks of the CPU's 128 tokens
     batch = [long, *prompts[:3]]
     params = [
