@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+from engine import drafters
 from engine.engines import counted, dartree, engine, run, tokens
 from engine.servers import child_processes, server
 from vllm import SamplingParams
@@ -68,8 +69,10 @@ def _offline(tmp_path, prompts, settings: dict[str, object], **environment: str)
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("drafter", [DOMINO, DSPARK, DFLASH2], ids=lambda drafter: drafter.name)
-def test_tensor_parallel_gives_the_same_tokens(prompts, tmp_path, drafter):
+@pytest.mark.parametrize("name", ["domino", "dspark", "dflash2", "lilicorr"])
+def test_tensor_parallel_gives_the_same_tokens(prompts, tmp_path, name):
+    bundled = {"domino": DOMINO, "dspark": DSPARK, "dflash2": DFLASH2}
+    drafter = bundled.get(name) or drafters.lilicorr(tmp_path / name)
     settings = {"tensor_parallel_size": 2, "speculative_config": dartree(model=str(drafter))}
     # Two workers on the two cores that a small machine has.
     result = _offline(tmp_path, prompts[:3], settings, VLLM_CPU_OMP_THREADS_BIND="0|1")
