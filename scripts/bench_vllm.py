@@ -28,6 +28,7 @@ from typing import Any
 from vllm_dartree import emulation
 from vllm_dartree.assets import DOMINO, DSPARK, PROMPTS, TARGET
 from vllm_dartree.cli.check import require_checkpoint
+from vllm_dartree.cli.demo import counters
 from vllm_dartree.heads.domino import DominoSpec
 
 # In the order of the table. Those of vLLM's own need a drafter of their own kind.
@@ -86,15 +87,19 @@ def without_head(drafter: Path, folder: Path) -> str:
     config = json.loads((folder / "config.json").read_text())
     config["dflash_config"]["projector_type"] = None
     (folder / "config.json").write_text(json.dumps(config))
+    drop_head(folder)
+    return str(folder)
+
+
+def drop_head(folder: Path) -> None:
+    """Takes a Domino head's tensors, which have shards of their own, out of a checkpoint."""
     index = folder / "model.safetensors.index.json"
     content = json.loads(index.read_text())
-    kept = {
-        name: shard for name, shard in content["weight_map"].items() if not name.startswith(DominoSpec.tensor_prefixes)
-    }
+    of_head = DominoSpec.tensor_prefixes
+    kept = {name: shard for name, shard in content["weight_map"].items() if not name.startswith(of_head)}
     for shard in set(content["weight_map"].values()).difference(kept.values()):
         (folder / shard).unlink()
     index.write_text(json.dumps(content | {"weight_map": kept}))
-    return str(folder)
 
 
 def serve(llm: Any, prompts: list[list[int]], params: list[Any], concurrency: int) -> tuple[list[Served], float, int]:
@@ -172,12 +177,6 @@ def run_method(job: dict[str, Any]) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def counters(llm: Any) -> tuple[int, int]:
-    """Verify rounds and accepted draft tokens so far, of all requests."""
-    values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
-    return values.get("vllm:spec_decode_num_drafts", 0), values.get("vllm:spec_decode_num_accepted_tokens", 0)
 
 
 def compare(rows: list[dict[str, Any]]) -> None:

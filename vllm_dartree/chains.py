@@ -4,12 +4,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 CUSTOM_PROCESSORS = "custom logits processors"
+NEUTRAL_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 # What makes the logits of a row depend on the tokens before it, which vLLM takes to be those of the rows before. That
 # is so on a chain; on a tree a request would be sampled as if the siblings of its tokens stood in its text.
 PATH_DEPENDENT: dict[str, Callable[[Any], bool]] = {
-    "penalties": lambda params: (
-        params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-    ),
+    "penalties": lambda params: any(getattr(params, key) != value for key, value in NEUTRAL_PENALTIES.items()),
     "bad words": lambda params: bool(params.bad_words),
     "thinking budget": lambda params: params.thinking_token_budget is not None,
     "structured output": lambda params: params.structured_outputs is not None,
@@ -36,5 +35,4 @@ def default_penalties(defaults: Mapping[str, Any]) -> dict[str, float]:
     Args:
         defaults: ``ModelConfig.get_diff_sampling_param()``, what ``generation_config.json`` and the like say.
     """
-    neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-    return {key: defaults[key] for key, value in neutral.items() if defaults.get(key, value) != value}
+    return {key: defaults[key] for key, value in NEUTRAL_PENALTIES.items() if defaults.get(key, value) != value}

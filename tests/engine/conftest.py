@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_vllm import drop_head
 from safetensors.torch import load_file, save_file
 
 from vllm_dartree.assets import DOMINO, PROMPTS, TARGET
@@ -38,7 +39,7 @@ def drafter_with(tmp_path_factory):
             place = config if key in config else config["dflash_config"]
             place[key] = value
         if changes.get("projector_type", "domino") is None:
-            _drop_head(folder)
+            drop_head(folder)
         (folder / "config.json").write_text(json.dumps(config))
         return str(folder)
 
@@ -73,11 +74,16 @@ def _with_more_tokens(folder: Path, copy: Path, more: int = 5) -> str:
     return str(copy)
 
 
-def _drop_head(folder: Path) -> None:
-    index = folder / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
-    heads = {name for name in content["weight_map"] if name.startswith(("prefix_gru.", "embed_proj."))}
-    for shard in {content["weight_map"][name] for name in heads}:
-        (folder / shard).unlink()
-    content["weight_map"] = {name: file for name, file in content["weight_map"].items() if name not in heads}
-    index.write_text(json.dumps(content))
+@pytest.fixture
+def steps(monkeypatch) -> list:
+    """All steps with drafts of a test, ``TreeStep`` each."""
+    from vllm_dartree.engine.state import TreeState
+
+    seen, native = [], TreeState.begin_step
+
+    def watched(*args: object) -> object:
+        seen.append(native(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(TreeState, "begin_step", watched)
+    return seen

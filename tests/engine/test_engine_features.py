@@ -5,12 +5,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 from engine import targets
-from engine.engines import counted, dartree, engine, metric, run, runner, tokens
+from engine.engines import asynchronous_scheduling, counted, dartree, engine, metric, run, runner, tokens
 from vllm import SamplingParams
 from vllm.distributed import parallel_state
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer, Qwen3Model
-from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backend import AttentionType
 
 from vllm_dartree.assets import TARGET
@@ -118,16 +117,9 @@ def test_priorities_with_preemption(prompts):
     assert list(finished)[-1] == 0
 
 
-def test_asynchronous_scheduling(prompts, monkeypatch):
-    # vLLM turns it off on CPUs; a GPU has it on.
-    native = CpuPlatform.check_and_update_config
-
-    def keep(vllm_config) -> None:
-        native(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(keep))
-    trees = engine(dartree(), async_scheduling=True)
+def test_asynchronous_scheduling(prompts):
+    with asynchronous_scheduling():
+        trees = engine(dartree(), async_scheduling=True)
     assert trees.llm_engine.vllm_config.scheduler_config.async_scheduling
     expected = tokens(run(engine(), prompts[:4], FOUR))
     for every in (0, 2):

@@ -12,7 +12,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_dartree.assets import TARGET
 from vllm_dartree.engine import attention, speculator
-from vllm_dartree.engine.state import TreeState, TreeStep
+from vllm_dartree.engine.state import TreeStep
 
 WINDOW, BLOCK = 24, 128
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -68,20 +68,6 @@ def target_with(tmp_path_factory) -> Callable[[tuple[str, ...]], str]:
 def mixed(target_with, monkeypatch):
     monkeypatch.setattr(Qwen3Model, "decoder_layer_type", WindowedLayer)
     return engine(model=target_with(MIXED)), engine(DRAFTS, model=target_with(MIXED))
-
-
-@pytest.fixture
-def steps(monkeypatch) -> list[TreeStep]:
-    """All steps with drafts of a test."""
-    seen: list[TreeStep] = []
-    native = TreeState.begin_step
-
-    def watched(*args: object) -> TreeStep:
-        seen.append(native(*args))
-        return seen[-1]
-
-    monkeypatch.setattr(TreeState, "begin_step", watched)
-    return seen
 
 
 def _crosses_a_block(step: TreeStep) -> bool:

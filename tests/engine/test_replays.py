@@ -27,20 +27,6 @@ from vllm_dartree.engine.state import TreeState, TreeStep
 DRAFTS = dartree(8, tree_width=4)
 
 
-@pytest.fixture
-def steps(monkeypatch) -> list[TreeStep]:
-    """All steps with drafts of a test."""
-    seen: list[TreeStep] = []
-    native = TreeState.begin_step
-
-    def watched(*args: object) -> TreeStep:
-        seen.append(native(*args))
-        return seen[-1]
-
-    monkeypatch.setattr(TreeState, "begin_step", watched)
-    return seen
-
-
 @pytest.mark.slow
 def test_a_ramp_of_1_to_64_requests_that_join_and_leave(prompts, steps):
     trees = engine(dartree(4), max_num_seqs=64)

@@ -92,11 +92,11 @@ def _generate(job: Job) -> Report:
 
     if not emulation.is_active():
         generate(job.prompts)  # a first run compiles and captures what a second one only uses
-    before = _counters(llm)
+    before = counters(llm)
     start = time.perf_counter()
     outputs = generate(job.prompts)
     seconds = time.perf_counter() - start
-    after = _counters(llm)
+    after = counters(llm)
     tokenizer = llm.get_tokenizer()
     report = Report(
         prompts=[tokenizer.decode(output.prompt_token_ids) for output in outputs],
@@ -112,7 +112,7 @@ def _generate(job: Job) -> Report:
     return report
 
 
-def _counters(llm: Any) -> tuple[int, int]:
+def counters(llm: Any) -> tuple[int, int]:
     """Verify rounds and accepted draft tokens so far, of all requests."""
     values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     rounds, accepted = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"

@@ -89,8 +89,8 @@ class DartreeRunnerMixin:
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[Tensor, ...], Tensor]:
         # Cache slots come from sequential positions, so before rows move to the positions of their depth.
         prepared = super().prepare_attn(input_batch)
-        self.num_logits = np.diff(input_batch.cu_num_logits_np)
         if input_batch.num_draft_tokens > 0:
+            self.num_logits = np.diff(input_batch.cu_num_logits_np)
             self.speculator.trees.begin_step(input_batch, self.req_states.prefill_len.gpu)
         return prepared
 

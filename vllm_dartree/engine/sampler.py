@@ -46,13 +46,14 @@ class TreeSampler(RejectionSampler):
         if invalid_drafts is not None:
             drafted = drafted.masked_fill(invalid_drafts, -1)
         cumulative = input_batch.cu_num_logits_np
+        dims = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np)
         accepted: list[Accepted] = []
         logprobs: list[LogprobsTensors] = []
         # Chunks as in vLLM's own rejection sampler, to bound the float32 copies of the logits.
         for start, end in _iter_request_chunks(cumulative, get_max_chunk_logits(logits.shape[1])):
             rows = slice(int(cumulative[start]), int(cumulative[end]))
             part = step.part(slice(start, end), rows)
-            sampled, processed = self._sample_rows(logits[rows], input_batch, start, end, rows)
+            sampled, processed = self._sample_rows(logits[rows], input_batch, start, end, rows, dims is not None)
             part.accepted = walk(
                 part.padded(drafted[rows])[:, 1:],
                 part.parents,
@@ -62,9 +63,11 @@ class TreeSampler(RejectionSampler):
                 part.num_nodes,
             )
             accepted.append(part.accepted)
-            scored = processed if self.sampler.logprobs_mode.startswith("processed") else logits[rows]
-            logprobs += self._path_logprobs(scored, part, input_batch, start, end)
-            del processed, scored
+            if dims is not None:
+                scored = processed if self.sampler.logprobs_mode.startswith("processed") else logits[rows]
+                logprobs.append(self._path_logprobs(scored, part, input_batch, start, end, *dims))
+                del scored
+            del processed
         step.accepted = Accepted.cat(accepted)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             (step.accepted.num_accepted + 1).to(input_batch.seq_lens.dtype),
@@ -82,10 +85,9 @@ class TreeSampler(RejectionSampler):
         )
 
     def _sample_rows(
-        self, logits: Tensor, input_batch: InputBatch, start: int, end: int, rows: slice
+        self, logits: Tensor, input_batch: InputBatch, start: int, end: int, rows: slice, return_logprobs: bool
     ) -> tuple[Tensor, Tensor]:
         """One token per row ``[N]``, and the processed logits ``[N, V]``, of the requests from ``start`` to ``end``."""
-        dims = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np)
         tokens = input_batch.logits_indices[rows]
         return self.sampler.sample(
             logits,
@@ -96,39 +98,40 @@ class TreeSampler(RejectionSampler):
             input_batch.input_ids[tokens],
             input_batch.expanded_local_pos[rows],
             input_batch.seq_lens_cpu_upper_bound.numpy()[start:end],
-            return_logprobs=dims is not None,
+            return_logprobs=return_logprobs,
         )
 
     def _path_logprobs(
-        self, logits: Tensor, part: TreeStep, input_batch: InputBatch, start: int, end: int
-    ) -> list[LogprobsTensors]:
-        """The logprobs of the emitted tokens, from the rows of the path; empty if no request asks for any.
+        self,
+        logits: Tensor,
+        part: TreeStep,
+        input_batch: InputBatch,
+        start: int,
+        end: int,
+        num_logprobs: int,
+        max_per_req_token_ids: int,
+    ) -> LogprobsTensors:
+        """The logprobs of the emitted tokens, from the rows of the path.
 
         vLLM reads those of a request from its first rows. It is given as many rows as a path can have, and not those of
         all nodes. ``logits`` are those of the part's rows, ``[N, V]``.
         """
-        dims = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np)
-        if dims is None:
-            return []
-        num_logprobs, max_per_req_token_ids = dims
         # On the host as on the device: how many rows a request has is known to both.
         num_rows = np.minimum(np.diff(input_batch.cu_num_logits_np[start : end + 1]), self.state.max_depth + 1)
         cumulative = np.concatenate([[0], np.cumsum(num_rows)])
         requests, depths = part.path_rows(int(cumulative[-1]))
         path, emitted = part.accepted.path[requests, depths], part.accepted.tokens[requests, depths]
         rows = part.first_rows[requests] + path.clamp(min=0)  # rows past the end of a path are never read
-        return [
-            compute_topk_scores(
-                logits[rows],
-                num_logprobs,
-                emitted.clamp(min=0),
-                cumulative.tolist(),
-                logprob_token_ids_state=self.sampler.logprob_token_ids_state,
-                expanded_idx_mapping=input_batch.idx_mapping[start:end][requests],
-                max_per_req_token_ids=max_per_req_token_ids,
-                logits_mode=self.sampler.logprobs_mode.endswith("logits"),
-            )
-        ]
+        return compute_topk_scores(
+            logits[rows],
+            num_logprobs,
+            emitted.clamp(min=0),
+            cumulative.tolist(),
+            logprob_token_ids_state=self.sampler.logprob_token_ids_state,
+            expanded_idx_mapping=input_batch.idx_mapping[start:end][requests],
+            max_per_req_token_ids=max_per_req_token_ids,
+            logits_mode=self.sampler.logprobs_mode.endswith("logits"),
+        )
 
 
 def _cat_logprobs(parts: list[LogprobsTensors]) -> LogprobsTensors | None:

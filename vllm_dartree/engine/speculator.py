@@ -86,7 +86,7 @@ class DartreeSpeculator(DFlashSpeculator):
         drafted = Drafted(
             anchor=self.input_buffers.input_ids[self.anchor_rows[:num_reqs]].long(),
             hidden=hidden[self.sample_indices[: num_reqs * num_slots]].unflatten(0, (num_reqs, num_slots)),
-            context=self.hidden_states[self.context_rows[:num_reqs]],
+            context=self.hidden_states[self.context_rows[:num_reqs]] if self.draft_model.reads_context else None,
         )
         self._grow(num_reqs, self.draft_model.block(drafted))
 
@@ -123,9 +123,10 @@ class DartreeSpeculator(DFlashSpeculator):
             # No drafts are wanted, but the drafter must learn of the context: on vLLM's eager route, which a profile
             # run takes too, that is a step of its own. vLLM 0.33 returns after it, 0.32 goes on to `_generate_draft`.
             kwargs["is_profile"] = True
-        num_reqs = input_batch.num_reqs
-        ends = input_batch.query_start_loc[1 : num_reqs + 1] - num_rejected[:num_reqs]
-        self.context_rows[:num_reqs] = (ends - 1).clamp(min=0)
+        if self.draft_model.reads_context:
+            num_reqs = input_batch.num_reqs
+            ends = input_batch.query_start_loc[1 : num_reqs + 1] - num_rejected[:num_reqs]
+            self.context_rows[:num_reqs] = (ends - 1).clamp(min=0)
         try:
             return super().propose(
                 input_batch,

@@ -17,7 +17,8 @@ class Drafted:
 
     anchor: Tensor  # [R] int64
     hidden: Tensor  # [R, L, H], of each slot
-    context: Tensor  # [R, H], the combined features of the last token before the anchor
+    # [R, H], the combined features of the last token before the anchor, where the kind ``reads_context``.
+    context: Tensor | None
 
 
 class DraftModel(ABC):
@@ -40,6 +41,8 @@ class DraftModel(ABC):
     method: ClassVar[str]  # vLLM's own that loads it: dflash or dspark
     top_k_key: ClassVar[str | None] = None  # of speculative_config, which sets the candidates that it looks at
     vllm_model: ClassVar[str | None] = None  # "module:Class" of our version of vLLM's model, where we need one
+
+    reads_context: ClassVar[bool] = False  # whether ``block`` looks at ``Drafted.context``
 
     head: CorrectionHead
 

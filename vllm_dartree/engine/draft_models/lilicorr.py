@@ -12,6 +12,7 @@ class LiLiCorr(DFlash2):
     heads = ("lilicorr",)
     architectures = ("LiLiCorrDraftModel",)
     refused = {}
+    reads_context = True
     vllm_model = "vllm_dartree.engine.vllm_models:DartreeLiLiCorr"
 
     def __init__(self, model: nn.Module, spec: DrafterSpec, candidates: int, target: nn.Module) -> None:
