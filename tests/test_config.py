@@ -119,14 +119,16 @@ def test_a_budget_by_load():
 
 
 def test_a_scheduler_without_room_for_a_tree_is_told(caplog, monkeypatch):
+    args = engine_args({"num_speculative_tokens": 16}, max_num_batched_tokens=31, max_num_seqs=1)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    engine_args({"num_speculative_tokens": 16}, max_num_batched_tokens=31, max_num_seqs=1).create_engine_config()
+    args.create_engine_config()
     assert "max_num_batched_tokens is 31, but a request with a whole tree takes 32 of them (its 17 rows" in caplog.text
 
 
 def test_default_penalties_of_the_model_are_told(caplog, monkeypatch):
+    args = engine_args(override_generation_config={"repetition_penalty": 1.05})  # imports vLLM and its logger
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    engine_args(override_generation_config={"repetition_penalty": 1.05}).create_engine_config()
+    args.create_engine_config()
     assert "have repetition_penalty=1.05, so every request that keeps them is drafted as a chain" in caplog.text
     caplog.clear()
     engine_args(override_generation_config={"repetition_penalty": 1.0, "top_p": 0.9}).create_engine_config()
