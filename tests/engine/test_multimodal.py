@@ -1,7 +1,8 @@
 """A multimodal target, text and images, in a process of its own: vLLM's models of such targets want torchvision.
 
 PyPI's torchvision loads no operators beside a CPU build of torch and then fails to import, so that the set-up removes
-it. The models need its transforms alone: here it is unpacked, and the operators that it looks for are declared.
+it. The models need its transforms alone: here it is unpacked, and declares the operators that it looks for itself, in
+every process (vLLM inspects models in one of their own, unless its cache knows them).
 """
 
 import json
@@ -20,12 +21,14 @@ from vllm import SamplingParams
 pytestmark = pytest.mark.slow
 
 TORCHVISION = "torchvision==0.28.0"  # of torch 2.13
-PROGRAM = """
-import json, sys
+OPERATORS = """
 import torch
 
 for operator in ("nms", "qnms"):
     torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
+PROGRAM = """
+import json, sys
 
 from PIL import Image
 from vllm import LLM, SamplingParams
@@ -55,6 +58,8 @@ def torchvision(pytestconfig, tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("torchvision")
     with zipfile.ZipFile(next(cache.glob("*.whl"))) as wheel:
         wheel.extractall(folder)
+    package = folder / "torchvision" / "__init__.py"
+    package.write_text(OPERATORS + package.read_text())
     return str(folder)
 
 
