@@ -126,17 +126,6 @@ def test_a_scheduler_without_room_for_a_tree_is_told(caplog, monkeypatch):
     assert "max_num_batched_tokens is 31, but a request with a whole tree takes 32 of them (its 17 rows" in caplog.text
 
 
-def test_default_penalties_of_the_model_are_told(caplog, monkeypatch):
-    args = engine_args(override_generation_config={"repetition_penalty": 1.05})
-    engine_args().create_engine_config()  # the first one in a process sets vLLM's loggers up
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    args.create_engine_config()
-    assert "have repetition_penalty=1.05, so every request that keeps them is drafted as a chain" in caplog.text
-    caplog.clear()
-    engine_args(override_generation_config={"repetition_penalty": 1.0, "top_p": 0.9}).create_engine_config()
-    assert "drafted as a chain" not in caplog.text
-
-
 JSON_FORM = ["--speculative-config", json.dumps({"method": "dartree", "model": str(DOMINO), "tree_width": 7})]
 DOTTED_FORM = [
     "--speculative-config.method",

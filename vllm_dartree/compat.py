@@ -186,12 +186,8 @@ SEAMS = (
         "vllm",
         "SamplingParams",
         members=(
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-            "bad_words",
+            "bad_words_token_ids",
             "structured_outputs",
-            "thinking_token_budget",
         ),
     ),
     Seam("vllm.platforms", "current_platform"),
@@ -467,7 +463,14 @@ SEAMS = (
     Seam(
         f"{_V2}.sample.sampler",
         "Sampler",
-        members=("logprobs_mode", "compute_nans", "logprob_token_ids_state", "req_states"),
+        members=(
+            "logprobs_mode",
+            "compute_nans",
+            "logprob_token_ids_state",
+            "req_states",
+            "logits_processors",
+            "thinking_budget_state",
+        ),
     ),
     Seam(f"{_V2}.sample.sampler", "Sampler.get_logprobs_dims", ("idx_mapping_np",)),
     Seam(
@@ -496,6 +499,47 @@ SEAMS = (
         ("num_sampled", "seq_lens", "cu_num_logits", "idx_mapping", "prefill_len"),
     ),
     Seam("vllm.v1.sample.logits_processor", "LOGITSPROCS_GROUP"),
+    # Logits processing along paths: engine/path_processors.py.
+    Seam(
+        f"{_V2}.sample.logits_processor",
+        "LogitsContext",
+        members=("expanded_idx_mapping", "idx_mapping_np", "expanded_local_pos"),
+    ),
+    Seam(f"{_V2}.sample.penalties", "PenaltiesState.apply", ("logits", "ctx"), closed=True),
+    Seam(
+        f"{_V2}.sample.penalties",
+        "PenaltiesState",
+        members=(
+            "use_penalty",
+            "repetition_penalty",
+            "frequency_penalty",
+            "presence_penalty",
+            "output_bin_counts",
+        ),
+    ),
+    Seam(f"{_V2}.sample.bad_words", "BadWordsState.apply", ("logits", "ctx"), closed=True),
+    Seam(f"{_V2}.sample.bad_words", "BadWordsState.add_request", ("req_idx", "sampling_params"), closed=True),
+    Seam(
+        f"{_V2}.sample.bad_words",
+        "BadWordsState",
+        members=("num_bad_words", "bad_word_token_ids", "bad_word_offsets", "req_states"),
+    ),
+    Seam(f"{_V2}.sample.thinking_budget", "ThinkingBudgetState.apply", ("logits", "ctx"), closed=True),
+    Seam(
+        f"{_V2}.sample.thinking_budget",
+        "ThinkingBudgetState",
+        members=(
+            "enabled",
+            "use_thinking_budget",
+            "thinking_token_budget",
+            "reasoning_start_token_ids",
+            "natural_reasoning_end_token_ids",
+            "reasoning_end_token_ids",
+            "cached_last_start",
+            "cached_last_end",
+            "req_states",
+        ),
+    ),
     Seam("vllm.distributed.parallel_state", "is_global_first_rank", ()),
     Seam("vllm.v1.outputs", "LogprobsTensors.cat", ("tensors", "cu_num_generated_tokens")),
     # Metrics: plugin.py, metrics.py.

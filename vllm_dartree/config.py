@@ -23,7 +23,6 @@ from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
 
 from vllm_dartree.budget import batch_size_schedule
-from vllm_dartree.chains import default_penalties
 from vllm_dartree.engine import draft_models
 from vllm_dartree.features import DartreeConfigError, check_features, check_runner, early_view
 from vllm_dartree.heads import DrafterSpec
@@ -296,12 +295,6 @@ def create_speculative_config(
         base.num_speculative_tokens_per_batch_size = batch_size_schedule(tree.budget)
     _hand_over(base, kind)
     target_parallel_config.worker_cls = worker_class()
-    if penalties := default_penalties(target_model_config.get_diff_sampling_param()):
-        logger.warning(
-            "The model's default sampling parameters have %s, so every request that keeps them is drafted as a chain; "
-            "to draft trees, override them in the requests or with --override-generation-config",
-            ", ".join(f"{key}={value}" for key, value in penalties.items()),
-        )
     made = object.__new__(DartreeSpeculativeConfig)
     # copy.copy and not vLLM's replace, which would validate the parts once more.
     made.__dict__.update(

@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 from engine.engines import counted, dartree, engine, run, runner
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.metrics import loggers
 
 from vllm_dartree.engine import runner as runner_module
@@ -47,8 +48,10 @@ def _values(llm) -> dict[str, object]:
 
 def test_metrics(prompts, operated):
     llm, _ = operated
+    choice = StructuredOutputsParams(choice=["cold cable", "green carrier"])
+    bound = SamplingParams(temperature=0, max_tokens=8, structured_outputs=choice)
     penalised = SamplingParams(temperature=0, max_tokens=8, repetition_penalty=1.2)
-    params = [GREEDY, GREEDY, penalised, GREEDY]
+    params = [GREEDY, penalised, bound, GREEDY]
     with counted(llm) as drafts:
         run(llm, prompts[:4], params)
     values = _values(llm)
@@ -62,14 +65,23 @@ def test_metrics(prompts, operated):
     # The histogram counts rounds of at most a length, the counters those of at least one.
     for depth, count in enumerate(depths, start=1):
         assert lengths.buckets[f"{depth - 0.5}"] == drafts.rounds - count
-    assert values["vllm:dartree_chain_requests", "penalties"].value == 1
-    assert values["vllm:dartree_chain_requests", "structured output"].value == 0
+    assert values["vllm:dartree_chain_requests", "structured output"].value == 1
+    assert values["vllm:dartree_chain_requests", "custom logits processors"].value == 0
 
 
 def test_the_line_at_start_says_how_trees_are_grown(operated):
     _, messages = operated
     line = next(message for message in messages if message.startswith("DARTree: "))
-    for part in ("B=20", "W=3", "K=64", "L=15", "beta=-0.2", "domino head", "CPU_ATTN", "penalties, bad words"):
+    for part in (
+        "B=20",
+        "W=3",
+        "K=64",
+        "L=15",
+        "beta=-0.2",
+        "domino head",
+        "CPU_ATTN",
+        "as a chain: structured output",
+    ):
         assert part in line
 
 

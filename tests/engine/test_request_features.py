@@ -39,7 +39,7 @@ def _warm(seed: int) -> dict[str, object]:
 
 
 # Prompts of odd numbers leave most to the model; 1, 5 and 15 start texts like ' --cold-cable str "cable" (next ...'.
-ON_TREES = {
+FEATURES = {
     "temperature": Feature(1, {"temperature": 0.8, "seed": 1}, {"temperature": 0}),
     "seed": Feature(3, _warm(1), {"seed": 2}),
     "top_k": Feature(7, _warm(3) | {"top_k": 2}, {"top_k": None}),
@@ -73,8 +73,6 @@ ON_TREES = {
         13, {"ignore_eos": True, "logit_bias": {END: 12.0}, "skip_special_tokens": False}, {"skip_special_tokens": True}
     ),
     "detokenize": Feature(7, {"detokenize": False}, {"detokenize": True}),
-}
-AS_CHAINS = {
     "repetition_penalty": Feature(11, {"repetition_penalty": 1.3}, {"repetition_penalty": None}),
     "presence_penalty": Feature(7, {"presence_penalty": 1.5}, {"presence_penalty": None}),
     "frequency_penalty": Feature(9, {"frequency_penalty": 1.8}, {"frequency_penalty": None}),
@@ -85,7 +83,6 @@ AS_CHAINS = {
         {"repetition_penalty": None},
     ),
 }
-FEATURES = ON_TREES | AS_CHAINS
 
 ARRAY = {"type": "array", "items": {"enum": ["cold", "green", "warm"]}, "minItems": 2, "maxItems": 4}
 

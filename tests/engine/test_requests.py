@@ -1,8 +1,9 @@
-"""Requests whose processing depends on their own text share a batch with trees, as chains."""
+"""Requests whose processing depends on their own text: along the paths of their trees, or on a chain beside trees."""
 
 import pytest
 from engine.engines import counted, dartree, engine, run, runner, tokens
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_dartree.engine import sampler as sampler_module
 
@@ -30,7 +31,51 @@ def test_logprobs_of_logits_that_are_sampled_in_chunks(prompts, monkeypatch):
             assert step == pytest.approx(plain, abs=1e-4)
 
 
-def test_a_penalised_request_is_drafted_as_a_chain_and_still_gains(prompts):
+# What the model writes, several tokens each.
+WORDS = [
+    "cold-cable",
+    "cold-carrier",
+    "light_crate",
+    "quick_carrier int",
+    "quick_crate",
+    "cyclic",
+    "resize",
+    "member: quiet",
+]
+ON_PATHS = {
+    "repetition": {"repetition_penalty": 1.5},
+    "presence and frequency": {"presence_penalty": 1.5, "frequency_penalty": 1.1},
+    "penalties below neutral": {"repetition_penalty": 0.9, "frequency_penalty": -0.3},
+    "bad words": {"bad_words": WORDS},
+    "all": {"repetition_penalty": 1.1, "presence_penalty": 0.5, "bad_words": WORDS},
+    "none": {},
+}
+
+
+@pytest.mark.slow
+def test_trees_of_requests_that_look_at_their_own_text(prompts):
+    """Tokens, and logprobs of what they were sampled from: a model this sure of itself forgives a wrong penalty."""
+    warm, greedy = {"temperature": 1.2, "seed": 1}, {"temperature": 0}
+    params = [
+        SamplingParams(**ask, **keys, max_tokens=24, logprobs=8) for ask in (greedy, warm) for keys in ON_PATHS.values()
+    ]
+    # Prompts of odd numbers leave most to the model, so that paths leave the first rows of a tree.
+    asked = prompts[1:24:2]
+    settings = {"logprobs_mode": "processed_logprobs"}
+    expected = run(engine(**settings), asked, params)
+    trees = engine(dartree(), **settings)
+    with counted(trees) as drafts:
+        actual = run(trees, asked, params, arrive_every=1)
+    assert tokens(actual) == tokens(expected)
+    for ours, theirs in zip(actual, expected, strict=True):
+        for step, plain in zip(ours.logprobs, theirs.logprobs, strict=True):
+            possible = {token: logprob for token, logprob in plain.items() if logprob > float("-inf")}
+            assert {token: step.get(token) for token in possible} == pytest.approx(possible, abs=1e-4)
+    assert drafts.accepted > 0
+    assert not runner(trees).speculator.trees.as_chain.any(), "some were drafted as chains"
+
+
+def test_a_request_with_a_grammar_is_drafted_as_a_chain_and_still_gains(prompts):
     trees = engine(dartree())
     state, seen = runner(trees).speculator.trees, []
     write = type(state).write
@@ -40,10 +85,11 @@ def test_a_penalised_request_is_drafted_as_a_chain_and_still_gains(prompts):
         seen.append(self.parents[slots[0]].tolist())
         return written
 
+    grammar = StructuredOutputsParams(regex=r"[a-z_():,.\n ]{60,90}")
     type(state).write = record
     try:
         with counted(trees) as drafts:
-            run(trees, prompts[:1], SamplingParams(temperature=0, max_tokens=32, repetition_penalty=1.2))
+            run(trees, prompts[:1], SamplingParams(temperature=0, max_tokens=32, structured_outputs=grammar))
     finally:
         type(state).write = write
     for parents in seen:

@@ -9,7 +9,16 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from vllm_dartree.kernels import accept_walk, best_rows, domino_step, kv_move, plant, tree_attention, verify_rows
+from vllm_dartree.kernels import (
+    accept_walk,
+    best_rows,
+    domino_step,
+    kv_move,
+    path_logits,
+    plant,
+    tree_attention,
+    verify_rows,
+)
 from vllm_dartree.tree import topology
 
 
@@ -107,8 +116,20 @@ def compile_tree_stage(dtype: torch.dtype, corrected: bool) -> None:
     verify_rows.path_tokens(rows_of_nodes[:, : slots + 1].contiguous(), flat, bounds, flat[:requests], flat, len(flat))
 
 
+def compile_path_logits() -> None:
+    rows, depth, slots, vocabulary = 2, 15, 3, 70
+    logits, paths = torch.zeros(rows, vocabulary), torch.zeros(rows, depth, dtype=torch.int64)
+    depths, slot_of_row = paths[:, 0].contiguous(), torch.zeros(rows, dtype=torch.int32)
+    penalties, counts = torch.zeros(3, slots), torch.zeros(slots, vocabulary, dtype=torch.int32)
+    path_logits.penalise_paths(logits, logits[:, :depth].contiguous(), paths, slot_of_row, *penalties, counts)
+    lengths, words = torch.zeros(slots, dtype=torch.int32), 3
+    path_logits.forbid_bad_words(
+        logits, paths, depths, slot_of_row, counts, counts, lengths, counts, lengths, lengths, words, 7
+    )
+
+
 if __name__ == "__main__":
-    for module in (tree_attention, kv_move, domino_step, best_rows, plant, accept_walk, verify_rows):
+    for module in (tree_attention, kv_move, domino_step, best_rows, plant, accept_walk, verify_rows, path_logits):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             setattr(module, name, CompiledOnly(getattr(module, name)))
     for capability in map(int, sys.argv[1:]):
@@ -120,3 +141,4 @@ if __name__ == "__main__":
         compile_tree_stage(torch.bfloat16, True)
         compile_tree_stage(torch.float32, True)
         compile_tree_stage(torch.bfloat16, False)
+        compile_path_logits()

@@ -139,9 +139,6 @@ def run(args: argparse.Namespace) -> int:
         return 1
     _print_pair(vllm_config)
     _line("as a chain", f"requests with {', '.join(chains.REASONS)}")
-    if penalties := chains.default_penalties(vllm_config.model_config.get_diff_sampling_param()):
-        defaults = ", ".join(f"{key}={value}" for key, value in penalties.items())
-        _line("", f"here all that keep this model's default {defaults}")
     _line("not with", "; ".join(feature.name for feature in features.UNSUPPORTED))
     _line("result", "this pair can be served here with method 'dartree'")
     return 0

@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
-from vllm_dartree.chains import PATH_DEPENDENT, chain_reasons
+from vllm_dartree.chains import STRUCTURED_OUTPUT, chain_reasons
 from vllm_dartree.engine.attention import install_tree_attention
 from vllm_dartree.engine.sampler import TreeSampler
 from vllm_dartree.engine.speculator import DartreeSpeculator
@@ -48,7 +48,7 @@ class DartreeRunnerMixin:
             return
         tree, drafter = self.speculative_config.tree, self.speculative_config.drafter
         backends = {layer.attention.attn_backend.get_name() for layer in self.speculator.cached_layers}
-        chains = ", ".join(PATH_DEPENDENT)
+        chains = STRUCTURED_OUTPUT
         if self.speculative_config.has_custom_processors:
             chains = "all requests, by custom logits processors"
         logger.info(

@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     get_max_chunk_logits,
 )
 
+from vllm_dartree.engine.path_processors import DraftedPaths, PathProcessors
 from vllm_dartree.engine.state import TreeState, TreeStep
 from vllm_dartree.tree import Accepted, walk
 
@@ -31,6 +32,7 @@ class TreeSampler(RejectionSampler):
     ) -> None:
         super().__init__(native.sampler, spec_config, device)
         self.state = state
+        self.processors = PathProcessors(native.sampler)
 
     def __call__(
         self,
@@ -53,9 +55,11 @@ class TreeSampler(RejectionSampler):
         for start, end in _iter_request_chunks(cumulative, get_max_chunk_logits(logits.shape[1])):
             rows = slice(int(cumulative[start]), int(cumulative[end]))
             part = step.part(slice(start, end), rows)
-            sampled, processed = self._sample_rows(logits[rows], input_batch, start, end, rows, dims is not None)
+            tokens = part.padded(drafted[rows])
+            with self.processors.reading(DraftedPaths(part, tokens, self.state.max_depth)):
+                sampled, processed = self._sample_rows(logits[rows], input_batch, start, end, rows, dims is not None)
             part.accepted = walk(
-                part.padded(drafted[rows])[:, 1:],
+                tokens[:, 1:],
                 part.parents,
                 part.topology,
                 part.padded(sampled.long()),
