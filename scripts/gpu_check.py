@@ -22,6 +22,12 @@ from tree_round import Round, Sizes, captured, fastest, measured_bandwidth, rand
 from vllm_dartree.engine.kv_layout import PagedLayout
 from vllm_dartree.heads.domino import DominoHead, DominoSpec
 from vllm_dartree.kernels.kv_move import move_slots, move_slots_torch
+from vllm_dartree.kernels.path_logits import (
+    forbid_bad_words,
+    forbid_bad_words_torch,
+    penalise_paths,
+    penalise_paths_torch,
+)
 from vllm_dartree.kernels.tree_attention import tree_attention, tree_attention_torch
 from vllm_dartree.tree import Topology, topology
 
@@ -171,6 +177,35 @@ def moves_as_its_twin(device: str, dtype: torch.dtype, num_requests: int, path: 
     return True
 
 
+def path_logits_as_their_twins(device: str, num_rows: int = 130, vocabulary: int = 151936) -> dict[str, bool]:
+    """Whether penalties, to within float32's rounding, and bad words come out as those of the twins."""
+    torch.manual_seed(0)
+    slots, max_depth, length = 3, 15, 200
+    logits = torch.randn(num_rows, vocabulary, device=device)
+    depths = torch.randint(max_depth + 1, (num_rows,), device=device)
+    paths = torch.randint(9, (num_rows, max_depth), device=device)
+    paths = paths.where(torch.arange(max_depth, device=device) < depths[:, None], -1)
+    slot_of_row = torch.randint(slots, (num_rows,), device=device, dtype=torch.int32)
+    counts = torch.randint(3, (slots, vocabulary), device=device, dtype=torch.int32)
+    penalties = torch.tensor([[1.3, 1.0, 0.8], [0.5, 0.0, 0.7], [1.1, 0.0, -0.4]], device=device)
+    texts = torch.randint(9, (slots, length), device=device, dtype=torch.int32)
+    words = torch.randint(9, (slots, 12), device=device, dtype=torch.int32)
+    offsets = torch.tensor([[0, 1, 3, 12]] * slots, device=device, dtype=torch.int32)
+    texts[0, -8:] = words[0, 3:11]  # all of the longest word but its last token
+    prompt_len = torch.tensor([1, 90, length], device=device, dtype=torch.int32)
+    total_len, num_words = torch.full_like(prompt_len, length), torch.tensor([3, 3, 2], device=device).int()
+    unpenalised = logits.gather(1, paths.clamp(min=0))
+    penalised, forbidden = [logits.clone(), logits.clone()], [logits.clone(), logits.clone()]
+    for penalise, values in zip((penalise_paths, penalise_paths_torch), penalised, strict=True):
+        penalise(values, unpenalised, paths, slot_of_row, *penalties, counts)
+    for forbid, values in zip((forbid_bad_words, forbid_bad_words_torch), forbidden, strict=True):
+        forbid(values, paths, depths, slot_of_row, words, offsets, num_words, texts, prompt_len, total_len, 3, 9)
+    return {
+        "penalties on paths": torch.allclose(*penalised) and not torch.equal(penalised[1], logits),
+        "bad words on paths": torch.equal(*forbidden) and not torch.equal(forbidden[1], logits),
+    }
+
+
 def milliseconds(function: Callable[[], object]) -> float:
     """The least time of a call on the GPU."""
     return fastest({"call": function}, 30, torch.device("cuda"))["call"]
@@ -256,6 +291,8 @@ def check_kernels(report: Report) -> None:
         report.error(f"attention = twin, {name}, soft cap", attention_error(capped, soft_cap=5.0), tolerance)
         report.error(f"attention = SDPA, {name}", sdpa_error(random_verify([9, 2000], 64, "cuda", dtype)), tolerance)
         report.check(f"move of cache slots = twin, {name}", moves_as_its_twin("cuda", dtype, 64, 16))
+    for name, same in path_logits_as_their_twins("cuda").items():
+        report.check(f"{name} = twin", same)
     report.check("attention in a CUDA graph follows its buffers", replay_follows_its_buffers())
     small = Sizes(hidden=512, state=256, emb=128, vocabulary=2000, layers=4)
     for dtype in (torch.float32, torch.bfloat16):

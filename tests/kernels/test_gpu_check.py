@@ -40,6 +40,13 @@ def test_moves_are_found_right_and_wrong(monkeypatch):
     assert not gpu_check.moves_as_its_twin("cpu", torch.float32, 2, 5, head_size=16)
 
 
+def test_path_logits_are_found_right_and_wrong(monkeypatch):
+    assert all(gpu_check.path_logits_as_their_twins("cpu", 12, 40).values())
+    monkeypatch.setattr(gpu_check, "penalise_paths", lambda *args: None)
+    monkeypatch.setattr(gpu_check, "forbid_bad_words", lambda *args: None)
+    assert not any(gpu_check.path_logits_as_their_twins("cpu", 12, 40).values())
+
+
 @pytest.fixture
 def small_round() -> tree_round.Round:
     tree = TreeConfig(budget=10, width=4, candidates=8)
