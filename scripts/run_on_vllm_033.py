@@ -24,6 +24,8 @@ TESTS = (
     f"{_LOSSLESS}::test_greedy_in_batches_with_chunked_prefill_and_arrivals",
     f"{_LOSSLESS}::test_sampling_with_seeds_alone_and_in_any_batch",
     "tests/engine/test_budgets.py",
+    "tests/engine/test_grammars.py::test_trees_under_grammars",
+    "tests/engine/test_requests.py::test_trees_of_requests_that_look_at_their_own_text",
     "tests/engine/test_operator.py::test_metrics",
 )
 

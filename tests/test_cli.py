@@ -44,7 +44,7 @@ def test_check_of_the_bundled_pair(capsys):
     assert "drafter DFlash, block 16, L = 15 slots; reads layers 1, 2, 3" in printed
     assert "head domino, " in printed and " MiB on every rank" in printed
     assert "B = 64 nodes, W = 12, K = 64, beta = -0.2, pruned, depth 15" in printed
-    assert "as a chain requests with structured output, custom logits processors" in printed
+    assert "as a chain requests that custom logits processors take" in printed
     assert "batch-sharded sampling" in printed
     assert "this pair can be served here" in printed
 

@@ -13,7 +13,7 @@ ROOMS = {
     "heads": {"heads", "tree", "kernels"},
     "reference": {"reference", "heads", "tree"},
     "emulation": {"emulation"},
-    "engine": {"engine", "config", "chains", "features", "heads", "tree", "kernels"},
+    "engine": {"engine", "config", "features", "grammars", "heads", "tree", "kernels"},
 }
 
 

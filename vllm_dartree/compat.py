@@ -185,10 +185,7 @@ SEAMS = (
     Seam(
         "vllm",
         "SamplingParams",
-        members=(
-            "bad_words_token_ids",
-            "structured_outputs",
-        ),
+        members=("bad_words_token_ids",),
     ),
     Seam("vllm.platforms", "current_platform"),
     Seam("vllm.triton_utils", "HAS_TRITON"),
@@ -500,6 +497,8 @@ SEAMS = (
     ),
     Seam("vllm.v1.sample.logits_processor", "LOGITSPROCS_GROUP"),
     # Logits processing along paths: engine/path_processors.py.
+    Seam(f"{_V2}.sample.logit_bias", "LogitBiasState"),
+    Seam(f"{_V2}.sample.logits_processor.interface", "LogitsProcessor.add_request", ("req_idx", "sampling_params")),
     Seam(
         f"{_V2}.sample.logits_processor",
         "LogitsContext",
@@ -573,6 +572,30 @@ SEAMS = (
         "vllm.v1.spec_decode.metrics",
         "SpecDecodingStats",
         members=("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos"),
+    ),
+    # Grammars on trees: plugin.py, grammars.py, engine/runner.py.
+    Seam(
+        "vllm.v1.structured_output", "StructuredOutputManager.validate_tokens", ("request", "spec_tokens"), closed=True
+    ),
+    Seam(
+        "vllm.v1.structured_output",
+        "StructuredOutputManager.grammar_bitmask",
+        ("requests", "structured_output_request_ids", "scheduled_spec_decode_tokens"),
+        closed=True,
+    ),
+    Seam("vllm.v1.structured_output", "StructuredOutputManager._get_constraint_bounds", ("request", "spec_tokens")),
+    Seam("vllm.v1.structured_output", "StructuredOutputManager._fill_bitmasks", ("batch",)),
+    Seam("vllm.v1.structured_output", "StructuredOutputManager", members=("vllm_config",)),
+    Seam("vllm.v1.structured_output", "ConstraintBounds", members=("grammar_start", "constraint_start")),
+    Seam(
+        "vllm.v1.structured_output.backend_types",
+        "StructuredOutputGrammar",
+        members=("accept_tokens", "validate_tokens", "rollback", "is_terminated"),
+    ),
+    Seam("vllm.v1.request", "Request", members=("request_id", "structured_output_request")),
+    Seam(f"{_V2}.spec_decode.utils", "DraftTokensHandler.__init__", ("device",)),
+    Seam(
+        f"{_V2}.spec_decode.utils", "DraftTokensHandler.set_draft_tokens", ("input_batch", "draft_tokens"), closed=True
     ),
     # The budget by load: plugin.py, budget.py.
     Seam("vllm.v1.core.sched.scheduler", "Scheduler", members=("dynamic_sd_lookup", "running")),

@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingStats
 
-from vllm_dartree.chains import REASONS, chain_reasons
+CUSTOM_PROCESSORS = "custom logits processors"
 
 # By reason, for requests that are validated in this process; a new engine takes the registry over, as with vLLM's own.
 _chain_requests: dict[str, Any] = {}
@@ -67,11 +67,11 @@ class TreeMetrics:
         }
         chains = counter(
             name="vllm:dartree_chain_requests",
-            documentation="Requests drafted as a chain, by what needs it; one with two reasons counts for both.",
+            documentation="Requests drafted as a chain, by what needs it, those that it declines included.",
             labelnames=["model_name", "reason"],
         )
         model_name = vllm_config.model_config.served_model_name
-        _chain_requests.update({reason: chains.labels(model_name, reason) for reason in REASONS})
+        _chain_requests[CUSTOM_PROCESSORS] = chains.labels(model_name, CUSTOM_PROCESSORS)
 
     def observe(self, stats: SpecDecodingStats, engine: int) -> None:
         self.rounds[engine].inc(stats.num_drafts)
@@ -85,11 +85,10 @@ class TreeMetrics:
                 self.lengths[engine].observe(length)
 
 
-def count_chain_request(params: Any, speculative_config: Any) -> None:
+def count_chain_request(speculative_config: Any) -> None:
     """Counts a request that this front end lets in, if it will be drafted as a chain."""
-    for reason in chain_reasons(params, speculative_config.has_custom_processors):
-        if reason in _chain_requests:
-            _chain_requests[reason].inc()
+    if speculative_config.has_custom_processors and CUSTOM_PROCESSORS in _chain_requests:
+        _chain_requests[CUSTOM_PROCESSORS].inc()
 
 
 class TreeLogging(SpecDecodingLogging):

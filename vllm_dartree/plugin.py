@@ -22,6 +22,7 @@ def register() -> None:
         _let_requests_in,
         _add_the_models,
         _report_trees,
+        _bind_trees_by_grammars,
         _choose_budgets,
     ):
         try:
@@ -130,7 +131,7 @@ def _let_requests_in() -> None:
                 return native(self, speculative_config)
             from vllm_dartree import metrics
 
-            metrics.count_chain_request(self, speculative_config)
+            metrics.count_chain_request(speculative_config)
 
         return _validate_spec_decode
 
@@ -194,6 +195,39 @@ def _report_trees() -> None:
     _wrap(LoggingStatLogger, "__init__", make_logging)
     _wrap(PrometheusStatLogger, "__init__", make_metrics)
     _wrap(PrometheusStatLogger, "record", make_record)
+
+
+def _bind_trees_by_grammars() -> None:
+    """vLLM's scheduler masks, and checks, the drafts of a request as those of a chain."""
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from vllm_dartree import grammars
+
+    def make_validate(native: Callable) -> Callable:
+        def validate_tokens(self: StructuredOutputManager, request: Any, spec_tokens: list[int]) -> list[int]:
+            if _is_dartree(self.vllm_config.speculative_config):
+                return spec_tokens
+            return native(self, request, spec_tokens)
+
+        return validate_tokens
+
+    def make_bitmask(native: Callable) -> Callable:
+        def grammar_bitmask(
+            self: StructuredOutputManager,
+            requests: Any,
+            structured_output_request_ids: list[str],
+            scheduled_spec_decode_tokens: dict[str, list[int]],
+        ) -> Any:
+            asked = requests, structured_output_request_ids, scheduled_spec_decode_tokens
+            speculative = self.vllm_config.speculative_config
+            if not _is_dartree(speculative):
+                return native(self, *asked)
+            return grammars.fill_masks(self, native, *asked, min_nodes=speculative.drafter.num_slots)
+
+        return grammar_bitmask
+
+    _wrap(StructuredOutputManager, "validate_tokens", make_validate)
+    _wrap(StructuredOutputManager, "grammar_bitmask", make_bitmask)
 
 
 def _choose_budgets() -> None:

@@ -6,7 +6,7 @@ All features of a table share a batch, so that each runs beside all others; a te
 from dataclasses import dataclass
 
 import pytest
-from engine.engines import counted, dartree, engine, outputs
+from engine.engines import counted, dartree, engine, outputs, runner
 from engine.extensions import CUSTOM_PROCESSOR, END_OF_THINKING
 from vllm import RequestOutput, SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -206,18 +206,22 @@ def test_custom_logits_processors(prompts):
         SamplingParams(temperature=0, max_tokens=12, logprobs=2),
         SamplingParams(temperature=0, max_tokens=12, repetition_penalty=1.2),
         SamplingParams(temperature=1.0, seed=1, max_tokens=8),
+        SamplingParams(temperature=0, max_tokens=24, extra_args={"no_echo": True}),
     ]
     settings = {"logits_processors": [CUSTOM_PROCESSOR]}
-    asked = prompts[1:6:2]
+    asked = prompts[1:8:2]
     expected = outputs(engine(**settings), asked, params)
     without_it = outputs(engine(), asked, params)
     trees = engine(DRAFTS, **settings)
     with counted(trees) as drafts:
         actual = outputs(trees, asked, params, arrive_every=1)
-    for one, other, plain in zip(actual, expected, without_it, strict=True):
+    for one, other, plain, asks in zip(actual, expected, without_it, params, strict=True):
         assert_same(one, other)
-        assert _differ(other, plain), "the processor changes nothing"
+        assert _differ(other, plain) == (asks.extra_args is None), "it changes those that it takes"
     assert drafts.accepted > 0
+    # Slots are given out anew; no more than the three that it took were drafted as chains.
+    as_chain = runner(trees).speculator.trees.as_chain
+    assert 0 < as_chain.sum() <= 3
 
 
 def test_logprob_token_ids_of_another_number_than_logprobs_are_refused_with_a_reason(prompts):

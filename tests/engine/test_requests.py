@@ -2,8 +2,8 @@
 
 import pytest
 from engine.engines import counted, dartree, engine, run, runner, tokens
+from engine.extensions import CUSTOM_PROCESSOR
 from vllm import SamplingParams
-from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_dartree.engine import sampler as sampler_module
 
@@ -75,8 +75,8 @@ def test_trees_of_requests_that_look_at_their_own_text(prompts):
     assert not runner(trees).speculator.trees.as_chain.any(), "some were drafted as chains"
 
 
-def test_a_request_with_a_grammar_is_drafted_as_a_chain_and_still_gains(prompts):
-    trees = engine(dartree())
+def test_a_request_that_a_custom_processor_takes_is_drafted_as_a_chain_and_still_gains(prompts):
+    trees = engine(dartree(8, tree_width=4), logits_processors=[CUSTOM_PROCESSOR])
     state, seen = runner(trees).speculator.trees, []
     write = type(state).write
 
@@ -85,11 +85,10 @@ def test_a_request_with_a_grammar_is_drafted_as_a_chain_and_still_gains(prompts)
         seen.append(self.parents[slots[0]].tolist())
         return written
 
-    grammar = StructuredOutputsParams(regex=r"[a-z_():,.\n ]{60,90}")
     type(state).write = record
     try:
         with counted(trees) as drafts:
-            run(trees, prompts[:1], SamplingParams(temperature=0, max_tokens=32, structured_outputs=grammar))
+            run(trees, prompts[:1], SamplingParams(temperature=0, max_tokens=32))
     finally:
         type(state).write = write
     for parents in seen:

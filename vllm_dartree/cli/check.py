@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
 
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_dartree import chains, config, features
+    from vllm_dartree import config, features
 
     try:
         vllm_config = EngineArgs(
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
         _line("refused", error)
         return 1
     _print_pair(vllm_config)
-    _line("as a chain", f"requests with {', '.join(chains.REASONS)}")
+    _line("as a chain", "requests that custom logits processors take")
     _line("not with", "; ".join(feature.name for feature in features.UNSUPPORTED))
     _line("result", "this pair can be served here with method 'dartree'")
     return 0

@@ -4,7 +4,7 @@ On a chain the drafts before a row are the rows before it, which is what vLLM's 
 its *path* down from the anchor. In a step without drafts vLLM's own code runs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -162,18 +163,37 @@ def _last(window: Tensor, marker: Tensor, first: Tensor) -> Tensor:
 
 
 class PathProcessors:
-    """Those of a sampler, which are changed in place, since vLLM's runner holds them too."""
+    """Those of a sampler, which are changed in place, since vLLM's runner holds them too.
+
+    ``custom`` are those of others, which know of no paths; ``taken`` collects the slots of the requests that they take
+    (``LogitsProcessor.add_request``), until somebody clears it.
+    """
 
     KINDS = {kind.__base__: kind for kind in (PathPenalties, PathBadWords, PathThinkingBudget)}
 
     def __init__(self, sampler: Sampler) -> None:
         native = (*sampler.logits_processors, sampler.thinking_budget_state)
         for processor in native:
-            processor.__class__ = self.KINDS.get(type(processor), type(processor))
-            if isinstance(processor, PathBadWords):
-                processor.longest = np.zeros(len(processor.num_bad_words.np), dtype=np.int64)
+            if kind := self.KINDS.get(type(processor)):
+                processor.__class__ = kind
+                if kind is PathBadWords:
+                    processor.longest = np.zeros(len(processor.num_bad_words.np), dtype=np.int64)
         self.processors = [processor for processor in native if type(processor) in self.KINDS.values()]
         assert len(self.processors) == len(self.KINDS), "vLLM's sampler lacks a processor that trees change"
+        known = (LogitBiasState, *self.KINDS.values())
+        self.custom = [processor for processor in sampler.logits_processors if type(processor) not in known]
+        self.taken: set[int] = set()
+        for processor in self.custom:
+            processor.add_request = self._noting(processor.add_request)
+
+    def _noting(self, add_request: Callable[[int, SamplingParams], bool]) -> Callable[[int, SamplingParams], bool]:
+        def add_and_note(req_idx: int, sampling_params: SamplingParams) -> bool:
+            takes = add_request(req_idx, sampling_params)
+            if takes:
+                self.taken.add(req_idx)
+            return takes
+
+        return add_and_note
 
     @contextmanager
     def reading(self, paths: DraftedPaths) -> Iterator[None]:

@@ -13,14 +13,30 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
+from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
-from vllm_dartree.chains import STRUCTURED_OUTPUT, chain_reasons
 from vllm_dartree.engine.attention import install_tree_attention
 from vllm_dartree.engine.sampler import TreeSampler
 from vllm_dartree.engine.speculator import DartreeSpeculator
+from vllm_dartree.engine.state import TreeState
 from vllm_dartree.features import check_supported, check_target_class
+from vllm_dartree.grammars import packed
 
 logger = logging.getLogger("vllm.dartree")
+
+
+class TreeDraftsHandler(DraftTokensHandler):
+    """Gives vLLM's scheduler the nodes' parents with their tokens, where it asks for drafts: a grammar needs both."""
+
+    def __init__(self, device: torch.device, trees: TreeState) -> None:
+        super().__init__(device)
+        self.trees = trees
+
+    def set_draft_tokens(self, input_batch: InputBatch, draft_tokens: Tensor) -> None:
+        if input_batch.has_structured_output_reqs:
+            parents = self.trees.parents[input_batch.idx_mapping.long(), 1 : draft_tokens.shape[1] + 1]
+            draft_tokens = packed(draft_tokens.long(), parents)
+        super().set_draft_tokens(input_batch, draft_tokens)
 
 
 class DartreeRunnerMixin:
@@ -33,6 +49,7 @@ class DartreeRunnerMixin:
         check_target_class(vllm_config)
         super().__init__(vllm_config, device)
         self.speculator = DartreeSpeculator(vllm_config, device)
+        self.draft_tokens_handler = TreeDraftsHandler(self.device, self.speculator.trees)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -48,9 +65,6 @@ class DartreeRunnerMixin:
             return
         tree, drafter = self.speculative_config.tree, self.speculative_config.drafter
         backends = {layer.attention.attn_backend.get_name() for layer in self.speculator.cached_layers}
-        chains = STRUCTURED_OUTPUT
-        if self.speculative_config.has_custom_processors:
-            chains = "all requests, by custom logits processors"
         logger.info(
             "DARTree: B=%d nodes, W=%d, K=%d, L=%d slots, beta=%g, %s to depth %d; %s head; trees on %s; drafted as "
             "a chain: %s",
@@ -63,7 +77,7 @@ class DartreeRunnerMixin:
             self.speculator.trees.max_depth,
             drafter.head,
             ", ".join(sorted(backends)),
-            chains,
+            "requests that custom logits processors take" if self.rejection_sampler.processors.custom else "none",
         )
 
     def _dummy_sampler_run(self, hidden_states: Tensor) -> None:
@@ -76,10 +90,12 @@ class DartreeRunnerMixin:
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().add_requests(scheduler_output)
-        as_chain = self.speculator.trees.as_chain
-        for request in scheduler_output.scheduled_new_reqs:
-            slot = self.req_states.req_id_to_index[request.req_id]
-            as_chain[slot] = bool(chain_reasons(request.sampling_params, self.speculative_config.has_custom_processors))
+        processors = self.rejection_sampler.processors
+        if processors.custom:
+            for request in scheduler_output.scheduled_new_reqs:
+                slot = self.req_states.req_id_to_index[request.req_id]
+                self.speculator.trees.as_chain[slot] = slot in processors.taken
+            processors.taken.clear()
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         # Whatever this step is, a tree of the last one must not leak into it.
