@@ -116,8 +116,21 @@ def measured_rate(head: DominoHead, rows: int) -> float:
     return 2 * rows * weight.numel() / best * 1e3
 
 
-def measure(head: DominoHead, sizes: Sizes, num_requests: int, options: argparse.Namespace, bandwidth: float) -> dict:
-    """One row of the table."""
+def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second of a large product, in float32 where that is faster than ``dtype`` (on some CPUs)."""
+    size = 2048 if device.type == "cpu" else 8192
+    factors = {str(kind): torch.ones(size, size, device=device, dtype=kind) for kind in {dtype, torch.float32}}
+    times = fastest({name: lambda one=one: one @ one for name, one in factors.items()}, 3, device)
+    return 2 * size**3 / min(times.values()) * 1e3
+
+
+def measure(
+    head: DominoHead, sizes: Sizes, num_requests: int, options: argparse.Namespace, bandwidth: float, peak: float
+) -> dict:
+    """One row of the table.
+
+    ``ratio_ceiling`` is the ratio if all operations of the products, and nothing else, ran at ``peak``.
+    """
     round_ = Round(head, sizes, num_requests)
     device = round_.hidden.device
     on_gpu = device.type == "cuda"
@@ -139,6 +152,7 @@ def measure(head: DominoHead, sizes: Sizes, num_requests: int, options: argparse
         "requests": num_requests,
         "ratio_vs_sequential_heap": against["heap"] / best,
         "ratio_of_eager": against["heap"] / against["eager"],
+        "ratio_ceiling": against["heap"] / (round_.operations_of_products() / peak * 1e3),
         "heap_ms": against["heap"],
         "eager_ms": against["eager"],
         "fused_ms": against.get("fused"),
@@ -168,7 +182,7 @@ def bf16_of_this_cpu() -> str:
     )
 
 
-def table(rows: list[dict], bandwidth: float) -> str:
+def table(rows: list[dict], bandwidth: float, peak: float) -> str:
     lines = []
     stages = list(rows[0]["stages_ms"])
     lines.append(f"{'ms per round':<13}" + "".join(f"{name:>9}" for name in stages) + f"{'all':>9}{'floor':>9}")
@@ -185,19 +199,21 @@ def table(rows: list[dict], bandwidth: float) -> str:
         lines.append(f"{name:<15}"[:15] + "".join(f"{value:{form}}" for value in [*shown, sum(shown)])[2:])
     lines.append("")
     lines.append(
-        f"{'growth, ms':<13}{'heap':>10}{'eager':>10}{'fused':>10}{'ratio':>8}{'bytes':>10}{'products':>10}   "
-        "(the last two: floors)"
+        f"{'growth, ms':<13}{'heap':>10}{'eager':>10}{'fused':>10}{'ratio':>8}"
+        f"{'bytes':>10}{'products':>10}{'ceiling':>9}"
+        "   (bytes, products: floors)"
     )
     for row in rows:
         fused = f"{row['fused_ms']:>10.2f}" if row["fused_ms"] else f"{'-':>10}"
         lines.append(
             f"R = {row['requests']:<9}{row['heap_ms']:>10.1f}{row['eager_ms']:>10.1f}{fused}"
             f"{row['ratio_vs_sequential_heap']:>7.1f}x{row['growth_floor_ms']:>10.2f}{row['product_floor_ms']:>10.2f}"
+            f"{row['ratio_ceiling']:>8.1f}x"
         )
     for row in rows:
         if row["graph_ms"]:
             lines.append(f"propose as a CUDA graph, R = {row['requests']}: {row['graph_ms']:.3f} ms")
-    lines.append(f"bandwidth measured in this run: {bandwidth / 1e9:.1f} GB/s")
+    lines.append(f"measured in this run: {bandwidth / 1e9:.1f} GB/s, {peak / 1e9:.0f} GFLOP/s at most")
     return "\n".join(lines)
 
 
@@ -236,14 +252,21 @@ def main(arguments: list[str] | None = None) -> int:
     dtype = getattr(torch, options.dtype)
     head = random_head(sizes.hidden, sizes.vocabulary, sizes.state, sizes.emb, sizes.slots, device, dtype)
     bandwidth = measured_bandwidth(device)
-    rows = [measure(head, sizes, requests, options, bandwidth) for requests in options.requests]
+    peak = measured_peak(device, dtype)
+    rows = [measure(head, sizes, requests, options, bandwidth, peak) for requests in options.requests]
     machine = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{machine}, {options.dtype}, torch {torch.__version__}")
     if device.type == "cpu" and options.dtype == "bfloat16":
         print(bf16_of_this_cpu())
-    print(table(rows, bandwidth))
+    print(table(rows, bandwidth, peak))
     if options.json:
-        figures = {"device": machine, "dtype": options.dtype, "bandwidth_bytes_per_s": bandwidth, "rows": rows}
+        figures = {
+            "device": machine,
+            "dtype": options.dtype,
+            "bandwidth_bytes_per_s": bandwidth,
+            "peak_operations_per_s": peak,
+            "rows": rows,
+        }
         options.json.write_text(json.dumps(figures, indent=1))
     return 0
 

@@ -20,6 +20,7 @@ def test_every_row_has_the_ratio_and_its_floor(figures):
     for row in figures["rows"]:
         assert row["ratio_vs_sequential_heap"] == pytest.approx(row["heap_ms"] / row["eager_ms"])
         assert row["floor_ms"] == pytest.approx(sum(row["bytes"].values()) / figures["bandwidth_bytes_per_s"] * 1e3)
+        assert row["ratio_ceiling"] > 0 and figures["peak_operations_per_s"] > 0
         assert set(row["stages_ms"]) == set(row["bytes"]) == set(row["launches_fused"])
         assert row["fused_ms"] is None
 

@@ -74,7 +74,7 @@ class DartreeSpeculativeConfig(SpeculativeConfig):
     drafter: Any = None
     """The block and the head of the drafter, a ``DrafterSpec``."""
     has_custom_processors: bool = False
-    """Whether the engine runs logits processors that are not vLLM's own, so that every request is a chain."""
+    """Whether the engine runs logits processors that are not vLLM's own; requests that they take are chains."""
     auto_budget: bool = False
     """Whether the scheduler chooses the budget by load, up to ``num_speculative_tokens``."""
 
