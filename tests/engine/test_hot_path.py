@@ -10,11 +10,16 @@ from drafts import HEADS, random_head
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
+from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
 
 from vllm_dartree.engine import sampler as sampler_module
 from vllm_dartree.engine.attention import _GraphRows, _rows_of_chains, _rows_of_trees
 from vllm_dartree.engine.commit import CachedLayer, commit_rows
 from vllm_dartree.engine.kv_layout import KVLayout, PagedLayout
+from vllm_dartree.engine.path_processors import PathBadWords, PathProcessors
 from vllm_dartree.engine.sampler import TreeSampler
 from vllm_dartree.engine.state import TreeState
 from vllm_dartree.tree import DraftTree, TreeConfig, draft_block, expand, prune, walk
@@ -76,15 +81,75 @@ class _Round:
         return self.state.write(self.slots, prune(supertree, BUDGET, self.config.depth_bonus))
 
 
-def _sampler(state: TreeState) -> TreeSampler:
+def _processors(vocabulary: int) -> list[object]:
+    """vLLM's states that look at the text before a row, as far as trees read them; every request has all."""
+
+    def of(kind: type, **state: object) -> object:
+        processor = object.__new__(kind)
+        vars(processor).update(state)
+        return processor
+
+    def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> SimpleNamespace:
+        host = np.ones(shape, dtype=np.int32)
+        return SimpleNamespace(gpu=torch.zeros(REQUESTS, *shape[1:], dtype=dtype), np=host)
+
+    everyone = np.ones(REQUESTS, dtype=bool)
+    texts = SimpleNamespace(all_token_ids=buffer(REQUESTS, 50), total_len=buffer(REQUESTS), prompt_len=buffer(REQUESTS))
+    factors = {f"{name}_penalty": buffer(REQUESTS, dtype=torch.float32) for name in ("repetition", "frequency")}
+    markers = {name: torch.zeros(2, dtype=torch.int32) for name in ("start", "end")}
+    cached = torch.zeros(REQUESTS, dtype=torch.int32)
+    return [
+        of(
+            PenaltiesState,
+            use_penalty=everyone,
+            **factors,
+            presence_penalty=factors["frequency_penalty"],
+            output_bin_counts=torch.zeros(REQUESTS, vocabulary, dtype=torch.int32),
+        ),
+        of(
+            BadWordsState,
+            num_bad_words=buffer(REQUESTS),
+            bad_word_token_ids=buffer(REQUESTS, 12),
+            bad_word_offsets=buffer(REQUESTS, 4),
+            req_states=texts,
+        ),
+        of(
+            ThinkingBudgetState,
+            enabled=True,
+            use_thinking_budget=everyone,
+            thinking_token_budget=buffer(REQUESTS),
+            cached_last_start=cached,
+            cached_last_end=cached,
+            reasoning_start_token_ids=markers["start"],
+            reasoning_end_token_ids=markers["end"],
+            natural_reasoning_end_token_ids=markers["end"],
+            req_states=texts,
+        ),
+    ]
+
+
+def _sampler(state: TreeState, vocabulary: int) -> TreeSampler:
     """On a stand-in for vLLM's sampler, whose kernels cannot run on fake tensors."""
+    *processors, thinking = _processors(vocabulary)
+    native = SimpleNamespace(logits_processors=processors, thinking_budget_state=thinking)
+
+    def sample(logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, local_pos, *args, **kwargs):
+        ctx = LogitsContext(expanded_idx_mapping, idx_mapping, idx_mapping_np, local_pos, input_ids, pos, None)
+        for processor in (*processors, thinking):
+            assert processor.paths is not None
+            processor.apply(logits, ctx)
+        return logits.argmax(-1), logits
+
     sampler = object.__new__(TreeSampler)
-    sampler.state = state
+    sampler.state, sampler.processors = state, PathProcessors(native)
+    for processor in sampler.processors.processors:
+        if isinstance(processor, PathBadWords):
+            processor.longest[:] = 3
     sampler.sampler = SimpleNamespace(
         compute_nans=False,
         logprobs_mode="raw_logprobs",
         get_logprobs_dims=lambda slots: None,
-        sample=lambda logits, *args, **kwargs: (logits.argmax(-1), logits),
+        sample=sample,
         req_states=SimpleNamespace(prefill_len=SimpleNamespace(gpu=torch.zeros(REQUESTS, dtype=torch.int32))),
     )
     return sampler
@@ -96,6 +161,8 @@ def test_a_whole_round_never_reads_the_device(kind, variant, monkeypatch):
     monkeypatch.setattr(
         sampler_module, "get_num_sampled_and_rejected", lambda num_sampled, *args: (num_sampled, num_sampled)
     )
+    for native in (PenaltiesState, ThinkingBudgetState):
+        monkeypatch.setattr(native, "apply", lambda self, logits, ctx: logits)  # kernels of vLLM's
     with FakeTensorMode():
         round_ = _Round(kind, variant)
         assert round_.propose().shape == (REQUESTS, BUDGET)
@@ -112,7 +179,7 @@ def test_a_whole_round_never_reads_the_device(kind, variant, monkeypatch):
         graph.fill(_rows_of_trees(step, metadata, 16))
         graph.fill(_rows_of_chains(BUDGET + 1, metadata, 16))
         logits = torch.zeros(step.tokens.shape[0], 40)
-        output = _sampler(round_.state)(logits, batch)
+        output = _sampler(round_.state, 40)(logits, batch)
         assert output.sampled_token_ids.shape == (REQUESTS, len(round_.widths) + 1)
         layers = [
             CachedLayer(str(i), SimpleNamespace(kv_cache=torch.zeros(9, 2, 16, 8)), PagedLayout(use_triton=False))
@@ -203,25 +270,6 @@ def test_rounds_leave_no_memory_behind(kernels, monkeypatch):
     assert len(storages.seen) > 20
     assert alive[1] == alive[2]
     assert [buffer.data_ptr() for buffer in buffers] == places
-
-
-def test_begin_step_walk_and_commit_never_read_the_device():
-    with FakeTensorMode():
-        state = TreeState(REQUESTS, BUDGET, DEPTH, torch.device("cpu"))
-        tree = DraftTree(
-            torch.zeros(REQUESTS, BUDGET, dtype=torch.int64),
-            torch.zeros(REQUESTS, BUDGET + 1, dtype=torch.int64),
-            torch.zeros(REQUESTS, BUDGET),
-        )
-        state.write(torch.zeros(REQUESTS, dtype=torch.int64), tree)
-        batch = _batch([BUDGET, 3, 0, BUDGET], prefill=5)
-        step = state.begin_step(batch, torch.zeros(REQUESTS, dtype=torch.int32))
-        chosen = step.padded(torch.zeros(step.tokens.shape[0], dtype=torch.int64))
-        step.accepted = walk(chosen[:, 1:], step.parents, step.topology, chosen, DEPTH, step.num_nodes)
-        layer = CachedLayer("layer", SimpleNamespace(kv_cache=torch.zeros(512, 8)), _MovesByIndex())
-        slots = {"layer": torch.arange(batch.num_tokens)}
-        moved = commit_rows(step, [layer], slots, batch.positions, [torch.zeros(batch.num_tokens, 8)])
-        assert moved[0].shape == (batch.num_tokens, 8)
 
 
 def test_positions_follow_depths_and_placeholders_stay_sequential():
