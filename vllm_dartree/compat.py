@@ -240,6 +240,7 @@ SEAMS = (
             "idx_mapping_np",
             "expanded_idx_mapping",
             "expanded_local_pos",
+            "has_structured_output_reqs",
             "seq_lens",
             "seq_lens_cpu_upper_bound",
             "query_start_loc",
@@ -585,7 +586,13 @@ SEAMS = (
     ),
     Seam("vllm.v1.structured_output", "StructuredOutputManager._get_constraint_bounds", ("request", "spec_tokens")),
     Seam("vllm.v1.structured_output", "StructuredOutputManager._fill_bitmasks", ("batch",)),
-    Seam("vllm.v1.structured_output", "StructuredOutputManager", members=("vllm_config",)),
+    Seam("vllm.v1.structured_output", "StructuredOutputManager._get_reasoner", ("request",)),
+    Seam("vllm.v1.structured_output", "StructuredOutputManager", members=("vllm_config", "_grammar_bitmask")),
+    Seam(
+        "vllm.reasoning.basic_parsers",
+        "BaseThinkingReasoningParser",
+        members=("is_reasoning_end_streaming", "end_token_id"),
+    ),
     Seam("vllm.v1.structured_output", "ConstraintBounds", members=("grammar_start", "constraint_start")),
     Seam(
         "vllm.v1.structured_output.backend_types",

@@ -2,12 +2,10 @@
 
 vLLM's scheduler asks for the masks (``StructuredOutputManager.grammar_bitmask``) and takes drafts to be a chain. The
 worker hands it each draft token with its parent's row, packed into one number, and the masks are filled along the tree.
-Drafts are not checked before they are verified, as those of chains are: where the grammar forbids a node, its parent's
-mask keeps the target from choosing it, and its siblings live on.
+A node that must not be accepted gets a mask without any token, which the worker looks for; its siblings live on.
 """
 
 from collections.abc import Mapping
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,8 +14,9 @@ if TYPE_CHECKING:
     from vllm.v1.structured_output import StructuredOutputManager
 
 PARENT_SHIFT = 32
-# Masks that are filled in a step at most, some ten microseconds each on the host, while the target's forward runs. With
-# more requests their trees are cut to their best nodes, but never to fewer than the chain of a block has.
+# Masks that are filled in a step at most; each takes the host microseconds or, inside of a string, up to a millisecond,
+# while the target's forward runs. With more requests than they suffice for, only the best nodes of their trees can be
+# accepted, but never fewer than the chain of a block has.
 MAX_MASKS = 256
 
 
@@ -50,22 +49,27 @@ def fill_masks(
             so that the worker accepts none of them.
         min_nodes: of each request's tree that get masks, however many requests there are.
     """
-    # Without known drafts vLLM fills a request's first mask, and lets all others pass.
-    bitmask = native(manager, requests, request_ids, {name: [-1] * len(drafts.get(name, ())) for name in request_ids})
-    if bitmask is None:
+    if not request_ids:
         return None
-    num_rows = [1 + len(drafts.get(name, ())) for name in request_ids]
-    first_rows = [0, *accumulate(num_rows)]
-    if bitmask.shape[0] != first_rows[-1]:  # vLLM 0.33: as many rows for each
-        stride = bitmask.shape[0] // len(request_ids)
-        first_rows = [number * stride for number in range(len(request_ids))]
+    if manager._grammar_bitmask is None:
+        native(manager, requests, request_ids, {})  # allocates it
+    stride = 1 + manager.vllm_config.num_speculative_tokens if _is_strided(manager) else None
     max_nodes = max(min_nodes, MAX_MASKS // len(request_ids))
-    for name, first_row in zip(request_ids, first_rows, strict=False):
+    first_row = 0
+    for name in request_ids:
         nodes = drafts.get(name, [])
         if nodes and nodes[0] >= 0:
             nodes[max_nodes:] = [-1] * len(nodes[max_nodes:])
             _Tree(manager, requests[name], first_row, nodes[:max_nodes]).fill()
-    return bitmask
+        else:
+            _Tree(manager, requests[name], first_row, []).fill()
+        first_row += stride or 1 + len(nodes)
+    return manager._grammar_bitmask[:first_row].numpy()
+
+
+def _is_strided(manager: "StructuredOutputManager") -> bool:
+    """Whether each request has as many masks as it could have drafts: since vLLM 0.33, as is this method."""
+    return hasattr(manager, "_masked_reasoning_ends")
 
 
 class _Tree:
@@ -74,7 +78,7 @@ class _Tree:
     Args:
         manager: vLLM's.
         request: vLLM's.
-        first_row: of the request's masks; it is filled already.
+        first_row: of the request's masks.
         nodes: packed.
     """
 
@@ -83,39 +87,87 @@ class _Tree:
     ) -> None:
         self.manager, self.request, self.first_row = manager, request, first_row
         self.grammar = request.structured_output_request.grammar
-        self.tokens = {}
+        self.tokens: dict[int, int] = {}
         self.children: dict[int, list[int]] = {}
         for row, (token, parent) in enumerate(map(unpacked, nodes), start=1):
             if parent >= 0:
                 self.tokens[row] = token
                 self.children.setdefault(parent, []).append(row)
+        self.end_of_reasoning: int | None = None
+        self.bounds_of_spine: Any = None
 
     def fill(self) -> None:
-        self._fill_below(0, [], self._bounds([]))
+        bounds = self.manager._get_constraint_bounds(self.request, ())
+        if bounds.constraint_start > 0:
+            bounds = None
+            self._prepare_for_reasoning()
+        self._fill(0, bounds is not None)
+        self._fill_below(0, [], bounds)
+
+    def _prepare_for_reasoning(self) -> None:
+        """vLLM looks for the end of reasoning in all of the text, which is too dear to be done for each node."""
+        from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser as Parser
+
+        reasoner = self.manager._get_reasoner(self.request)
+        if getattr(type(reasoner), "is_reasoning_end_streaming", None) is Parser.is_reasoning_end_streaming:
+            self.end_of_reasoning = reasoner.end_token_id
+            return
+        spine, row = [], 0
+        while row in self.children:
+            row = self.children[row][0]
+            spine.append(self.tokens[row])
+        self.bounds_of_spine = self.manager._get_constraint_bounds(self.request, spine)
 
     def _bounds(self, path: list[int]) -> Any | None:
         """vLLM's ``ConstraintBounds``: where on the path the grammar begins, after reasoning; None: behind it."""
-        bounds = self.manager._get_constraint_bounds(self.request, path)
+        if self.bounds_of_spine is not None:
+            bounds = self.bounds_of_spine
+        elif self.end_of_reasoning in path:
+            bounds = self.manager._get_constraint_bounds(self.request, path)
+        else:
+            return None
         return bounds if bounds.constraint_start <= len(path) else None
 
     def _fill_below(self, row: int, path: list[int], bounds: Any | None) -> None:
-        """Fills the masks of the row's children and of all below them; the grammar stands behind ``path``."""
-        for child in self.children.get(row, ()):
+        """Fills the masks of the row's children and of all below them; the grammar stands behind ``path``.
+
+        ``bounds`` are None while the request reasons.
+        """
+        for number, child in enumerate(self.children.get(row, ())):
+            if number > 0 and bounds is None and self.bounds_of_spine is not None:
+                self._forbid(child)
+                continue
             extended = [*path, self.tokens[child]]
             here = self._bounds(extended) if bounds is None else bounds
             consumed = here is not None and len(path) >= here.grammar_start and not self.grammar.is_terminated()
-            if consumed:
-                # The target cannot choose what the grammar forbids, so nobody gets to such a node.
-                if not self.grammar.validate_tokens(extended[-1:]):
-                    continue
-                self.grammar.accept_tokens(self.request.request_id, extended[-1:])
+            if consumed and not self._advance(extended[-1]):
+                self._forbid(child)
+                continue
             self._fill(child, here is not None)
             self._fill_below(child, extended, here)
             if consumed:
                 self.grammar.rollback(1)
 
+    def _advance(self, token: int) -> bool:
+        """Moves the grammar on, unless it forbids the token or ends with it.
+
+        Who chooses such a token emits it all the same, as the last one of a round: the scheduler hands a round's tokens
+        to the grammar at once, and not every grammar goes on behind its end.
+        """
+        if not self.grammar.validate_tokens([token]):
+            return False
+        if not self.grammar.accept_tokens(self.request.request_id, [token]):
+            return False
+        if self.grammar.is_terminated():
+            self.grammar.rollback(1)
+            return False
+        return True
+
     def _fill(self, row: int, is_bound: bool) -> None:
         entry = self.grammar, self.first_row + row, is_bound
-        if hasattr(self.manager, "_masked_reasoning_ends"):  # since vLLM 0.33
+        if _is_strided(self.manager):
             entry += (() if is_bound else self.manager._masked_reasoning_ends(self.request),)
         self.manager._fill_bitmasks((entry,))
+
+    def _forbid(self, row: int) -> None:
+        self.manager._grammar_bitmask[self.first_row + row].fill_(0)

@@ -7,7 +7,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor
 
 CUSTOM_PROCESSOR = f"{__name__}:EchoTwoBack"
-REASONING_PARSER = "signature"
+REASONING_PARSER, SCANNING_PARSER = "signature", "signature_by_scan"
 END_OF_THINKING = 280  # the token "):"; what follows is bound to the request's grammar
 
 
@@ -41,3 +41,11 @@ class SignatureIsThinking(BaseThinkingReasoningParser):
 
     def extract_reasoning(self, model_output: str, request) -> tuple[str | None, str | None]:
         raise AssertionError("only the server asks for it")
+
+
+@ReasoningParserManager.register_module(SCANNING_PARSER)
+class SignatureByScan(SignatureIsThinking):
+    """The same, by the whole text and not by the newest tokens, as vLLM's parsers do unless they say otherwise."""
+
+    def is_reasoning_end_streaming(self, input_ids, delta_ids) -> bool:
+        return self.is_reasoning_end(input_ids)

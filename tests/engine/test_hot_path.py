@@ -47,6 +47,7 @@ def _batch(num_drafts: list[int], prefill: int) -> SimpleNamespace:
     bounds = np.array([0, *np.cumsum(rows)])
     return SimpleNamespace(
         num_reqs=len(rows),
+        has_structured_output_reqs=True,
         num_tokens=int(ends[-1]),
         cu_num_logits=torch.tensor(bounds.tolist(), dtype=torch.int32),
         cu_num_logits_np=bounds,

@@ -47,6 +47,9 @@ class TreeSampler(RejectionSampler):
         drafted = input_batch.input_ids[step.tokens].long()
         if invalid_drafts is not None:
             drafted = drafted.masked_fill(invalid_drafts, -1)
+        if input_batch.has_structured_output_reqs:
+            # A mask without any token: the scheduler forbids the node (`grammars`).
+            drafted = drafted.masked_fill(logits.amax(-1) == float("-inf"), -1)
         cumulative = input_batch.cu_num_logits_np
         dims = self.sampler.get_logprobs_dims(input_batch.idx_mapping_np)
         accepted: list[Accepted] = []
