@@ -103,6 +103,7 @@ def foreseeing(trees, futures: list[list[int]]) -> Iterator[None]:
 
 CHOICE = {"choice": ["return self", "return None", "cold cable"]}
 BEYOND = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+END = 0  # the token <|endoftext|>
 COLD_CABLE = [68, 527, 284, 449]
 
 
@@ -116,6 +117,9 @@ def test_paths_beyond_the_end_of_a_grammar(prompts, backend):
             ({"regex": r" --[a-z]{3,8}-[a-z]{3,8}"}, {}),
             (CHOICE, {"temperature": 1.0, "seed": 2, "repetition_penalty": 1.2}),
             (CHOICE, {"stop_token_ids": [272, 200], "min_tokens": 3}),
+            # Where the grammar may end or go on.
+            ({"regex": r"[a-z]{2,4}( [a-z]{2,4})*"}, {"logit_bias": {END: 6.0}}),
+            ({"regex": r"[\s\S]*"}, {"logit_bias": {END: 9.0}}),
             # The last token of the only choice is not among the allowed ones.
             ({"choice": ["cold cable"]}, {"allowed_token_ids": [*COLD_CABLE[:3], 5, 200, 272]}),
         )
@@ -126,6 +130,7 @@ def test_paths_beyond_the_end_of_a_grammar(prompts, backend):
     settings = {"structured_outputs_config": {"backend": backend}}
     asked = prompts[1 : 2 * len(params()) : 2]
     expected = run(engine(**settings), asked, params())
+    assert sum(END in one.tokens[1:-1] for one in expected) > 3
     trees = engine(dartree(), **settings)
     with foreseeing(trees, tokens(expected)), counted(trees) as drafts:
         actual = run(trees, asked, params(), arrive_every=1)
