@@ -136,6 +136,7 @@ class Drafts:
     rounds: int = 0
     accepted: int = 0
     preemptions: int = 0
+    prefix_hits: int = 0  # tokens
 
     @property
     def tau(self) -> float:
@@ -144,7 +145,7 @@ class Drafts:
 
 @contextmanager
 def counted(llm: LLM) -> Iterator[Drafts]:
-    """Counts verify rounds, accepted draft tokens and preemptions, from what the engine hands to its loggers.
+    """Counts verify rounds, accepted tokens, preemptions and prefix hits, from what the engine hands to its loggers.
 
     Not from ``LLM.get_metrics``: a new engine in the process takes the registry away from the ones before it.
     """
@@ -154,6 +155,8 @@ def counted(llm: LLM) -> Iterator[Drafts]:
     def count(scheduler_stats, iteration_stats, *args, **kwargs) -> None:
         if iteration_stats is not None:
             drafts.preemptions += iteration_stats.num_preempted_reqs
+        if scheduler_stats and scheduler_stats.prefix_cache_stats:
+            drafts.prefix_hits += scheduler_stats.prefix_cache_stats.hits
         stats = scheduler_stats and scheduler_stats.spec_decoding_stats
         if stats:
             drafts.rounds += stats.num_drafts
@@ -166,11 +169,6 @@ def counted(llm: LLM) -> Iterator[Drafts]:
     finally:
         manager.record = record
     assert drafts.rounds > 0, "nothing was drafted"
-
-
-def metric(llm: LLM, name: str) -> float:
-    """A counter of the engine that was started last in this process."""
-    return sum(entry.value for entry in llm.get_metrics() if entry.name == name)
 
 
 def runner(llm: LLM):

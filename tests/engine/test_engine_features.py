@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from engine import targets
-from engine.engines import asynchronous_scheduling, counted, dartree, engine, metric, run, runner, tokens
+from engine.engines import asynchronous_scheduling, counted, dartree, engine, run, runner, tokens
 from vllm import SamplingParams
 from vllm.distributed import parallel_state
 from vllm.lora.request import LoRARequest
@@ -103,17 +103,17 @@ def test_priorities_with_preemption(prompts):
     params, priorities = SamplingParams(temperature=0, max_tokens=110), [3, 2, 2, 1, 0]
     ask = [{"prompt_token_ids": prompt} for prompt in prompts[:5]]
     trees = engine(dartree(), scheduling_policy="priority", **settings)
-    core = trees.llm_engine
-    for i, (prompt, priority) in enumerate(zip(ask, priorities, strict=True)):
-        core.add_request(str(i), prompt, params, priority=priority)
-        core.step()
-    finished = {}
-    while core.has_unfinished_requests():
-        for output in core.step():
-            if output.finished:
-                finished[int(output.request_id)] = list(output.outputs[0].token_ids)
+    core, finished = trees.llm_engine, {}
+    with counted(trees) as drafts:
+        for i, (prompt, priority) in enumerate(zip(ask, priorities, strict=True)):
+            core.add_request(str(i), prompt, params, priority=priority)
+            core.step()
+        while core.has_unfinished_requests():
+            for output in core.step():
+                if output.finished:
+                    finished[int(output.request_id)] = list(output.outputs[0].token_ids)
     assert [finished[i] for i in range(5)] == tokens(run(engine(), prompts[:5], params))
-    assert metric(trees, "vllm:num_preemptions") > 0
+    assert drafts.preemptions > 0
     assert list(finished)[-1] == 0
 
 

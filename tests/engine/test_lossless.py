@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.engines import counted, dartree, engine, metric, run, runner, tokens
+from engine.engines import counted, dartree, engine, run, runner, tokens
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
@@ -106,9 +106,10 @@ def test_prefix_cache_hits(prompts):
     settings = {"enable_prefix_caching": True}
     expected = tokens(run(engine(**settings), long, GREEDY))
     trees = engine(dartree(), **settings)
-    for _ in range(3):
-        assert tokens(run(trees, long, GREEDY)) == expected
-    assert metric(trees, "vllm:prefix_cache_hits") > 0
+    with counted(trees) as drafts:
+        for _ in range(3):
+            assert tokens(run(trees, long, GREEDY)) == expected
+    assert drafts.prefix_hits > 0
 
 
 def test_ends_of_generations(prompts):
@@ -130,8 +131,9 @@ def test_preemption(prompts):
     params = SamplingParams(temperature=0, max_tokens=128)
     expected = tokens(run(engine(), prompts[:8], params))
     trees = engine(dartree(), **settings)
-    assert tokens(run(trees, prompts[:8], params)) == expected
-    assert metric(trees, "vllm:num_preemptions") > 0
+    with counted(trees) as drafts:
+        assert tokens(run(trees, prompts[:8], params)) == expected
+    assert drafts.preemptions > 0
 
 
 def test_logprobs_belong_to_the_emitted_tokens(prompts):
