@@ -589,6 +589,17 @@ SEAMS = (
     Seam("vllm.v1.structured_output", "StructuredOutputManager._get_reasoner", ("request",)),
     Seam("vllm.v1.structured_output", "StructuredOutputManager", members=("vllm_config", "_grammar_bitmask")),
     Seam(
+        "vllm.parser.engine.adapters",
+        "ParserEngineReasoningAdapter",
+        members=("reasoning_end_token_ids", "find_reasoning_end"),
+    ),
+    Seam("vllm.v1.core.sched.output", "GrammarOutput", members=("num_acceptable_drafts",)),
+    Seam(
+        f"{_V2}.structured_outputs",
+        "grammar_invalid_drafts",
+        ("input_batch", "grammar_req_ids", "num_acceptable_drafts"),
+    ),
+    Seam(
         "vllm.reasoning.basic_parsers",
         "BaseThinkingReasoningParser",
         members=("is_reasoning_end_streaming", "end_token_id"),

@@ -5,6 +5,8 @@ worker hands it each draft token with its parent's row, packed into one number, 
 A node that must not be accepted gets a mask without any token, which the worker looks for; its siblings live on.
 """
 
+import functools
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +15,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
     from vllm.v1.structured_output import StructuredOutputManager
 
+logger = logging.getLogger("vllm.dartree")
+
 PARENT_SHIFT = 32
-# Masks that are filled in a step at most; each takes the host microseconds or, inside of a string, up to a millisecond,
-# while the target's forward runs. With more requests than they suffice for, only the best nodes of their trees can be
-# accepted, but never fewer than the chain of a block has.
+# Nodes that get masks in a step; each takes the host microseconds or, inside of a string, up to a millisecond, while
+# the target's forward runs. With more requests than they suffice for, only the best nodes of their trees can be
+# accepted, but never fewer than the chain of a block has, so that it may be more in all.
 MAX_MASKS = 256
 
 
@@ -72,6 +76,31 @@ def _is_strided(manager: "StructuredOutputManager") -> bool:
     return hasattr(manager, "_masked_reasoning_ends")
 
 
+def _ends_of_reasoning(reasoner: Any) -> frozenset[int] | None:
+    """Tokens each of which ends the reasoning wherever it stands; None: this parser looks at more of the text.
+
+    What such a parser says of a path need not hold for longer ones, and to ask it about each node would be dear.
+    """
+    from vllm.parser.engine.adapters import ParserEngineReasoningAdapter
+    from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser
+
+    if isinstance(reasoner, ParserEngineReasoningAdapter):
+        return reasoner.reasoning_end_token_ids or None
+    by_token = BaseThinkingReasoningParser.is_reasoning_end_streaming
+    if getattr(type(reasoner), "is_reasoning_end_streaming", None) is by_token:
+        return frozenset([reasoner.end_token_id])
+    return None
+
+
+@functools.cache
+def _tell_of(parser: str) -> None:
+    logger.warning(
+        "The reasoning parser %s looks at more than single tokens, so no drafts are accepted while a request with a "
+        "grammar reasons",
+        parser,
+    )
+
+
 class _Tree:
     """The masks of one request's tree.
 
@@ -93,39 +122,33 @@ class _Tree:
             if parent >= 0:
                 self.tokens[row] = token
                 self.children.setdefault(parent, []).append(row)
-        self.end_of_reasoning: int | None = None
-        self.bounds_of_spine: Any = None
+        self.ends_of_reasoning: frozenset[int] = frozenset()
 
     def fill(self) -> None:
         bounds = self.manager._get_constraint_bounds(self.request, ())
-        if bounds.constraint_start > 0:
-            bounds = None
-            self._prepare_for_reasoning()
-        self._fill(0, bounds is not None)
-        self._fill_below(0, [], bounds)
-
-    def _prepare_for_reasoning(self) -> None:
-        """vLLM looks for the end of reasoning in all of the text, which is too dear to be done for each node."""
-        from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser as Parser
-
-        reasoner = self.manager._get_reasoner(self.request)
-        if getattr(type(reasoner), "is_reasoning_end_streaming", None) is Parser.is_reasoning_end_streaming:
-            self.end_of_reasoning = reasoner.end_token_id
+        if bounds.constraint_start == 0:
+            self._fill(0, is_bound=True)
+            self._fill_below(0, [], bounds)
             return
-        spine, row = [], 0
-        while row in self.children:
-            row = self.children[row][0]
-            spine.append(self.tokens[row])
-        self.bounds_of_spine = self.manager._get_constraint_bounds(self.request, spine)
+        self._fill(0, is_bound=False)
+        reasoner = self.manager._get_reasoner(self.request)
+        ends = _ends_of_reasoning(reasoner)
+        if ends is None:
+            _tell_of(type(reasoner).__name__)
+            for child in self.children.get(0, ()):
+                self._forbid(child)
+            return
+        self.ends_of_reasoning = ends
+        self._fill_below(0, [], None)
 
     def _bounds(self, path: list[int]) -> Any | None:
-        """vLLM's ``ConstraintBounds``: where on the path the grammar begins, after reasoning; None: behind it."""
-        if self.bounds_of_spine is not None:
-            bounds = self.bounds_of_spine
-        elif self.end_of_reasoning in path:
-            bounds = self.manager._get_constraint_bounds(self.request, path)
-        else:
+        """vLLM's ``ConstraintBounds``: where on the path the grammar begins, after reasoning; None: behind it.
+
+        The path without its last token was reasoning.
+        """
+        if path[-1] not in self.ends_of_reasoning:
             return None
+        bounds = self.manager._get_constraint_bounds(self.request, path)
         return bounds if bounds.constraint_start <= len(path) else None
 
     def _fill_below(self, row: int, path: list[int], bounds: Any | None) -> None:
@@ -133,10 +156,7 @@ class _Tree:
 
         ``bounds`` are None while the request reasons.
         """
-        for number, child in enumerate(self.children.get(row, ())):
-            if number > 0 and bounds is None and self.bounds_of_spine is not None:
-                self._forbid(child)
-                continue
+        for child in self.children.get(row, ()):
             extended = [*path, self.tokens[child]]
             here = self._bounds(extended) if bounds is None else bounds
             consumed = here is not None and len(path) >= here.grammar_start and not self.grammar.is_terminated()
