@@ -62,11 +62,8 @@ def fill_masks(
     first_row = 0
     for name in request_ids:
         nodes = drafts.get(name, [])
-        if nodes and nodes[0] >= 0:
-            nodes[max_nodes:] = [-1] * len(nodes[max_nodes:])
-            _Tree(manager, requests[name], first_row, nodes[:max_nodes]).fill()
-        else:
-            _Tree(manager, requests[name], first_row, []).fill()
+        nodes[max_nodes:] = [-1] * len(nodes[max_nodes:])
+        _Tree(manager, requests[name], first_row, [node for node in nodes if node >= 0]).fill()
         first_row += stride or 1 + len(nodes)
     return manager._grammar_bitmask[:first_row].numpy()
 

@@ -2,9 +2,10 @@
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from engine.extensions import REASONING_PARSER
 from vllm import LLM, RequestOutput, SamplingParams
@@ -144,15 +145,31 @@ class Drafts:
 
 
 @contextmanager
-def counted(llm: LLM) -> Iterator[Drafts]:
-    """Counts verify rounds, accepted tokens, preemptions and prefix hits, from what the engine hands to its loggers.
+def recorded(llm: LLM, look: Callable[[Any, Any], None]) -> Iterator[None]:
+    """``look`` is given the stats that the engine hands to its loggers: the scheduler's and the iteration's, or None.
 
-    Not from ``LLM.get_metrics``: a new engine in the process takes the registry away from the ones before it.
+    Not what ``LLM.get_metrics`` reads: a new engine in the process takes the registry away from the ones before it.
     """
-    drafts, manager = Drafts(), llm.llm_engine.logger_manager
+    manager = llm.llm_engine.logger_manager
     record = manager.record
 
-    def count(scheduler_stats, iteration_stats, *args, **kwargs) -> None:
+    def look_and_record(scheduler_stats, iteration_stats, *args, **kwargs) -> None:
+        look(scheduler_stats, iteration_stats)
+        record(scheduler_stats, iteration_stats, *args, **kwargs)
+
+    manager.record = look_and_record
+    try:
+        yield
+    finally:
+        manager.record = record
+
+
+@contextmanager
+def counted(llm: LLM) -> Iterator[Drafts]:
+    """Counts verify rounds, accepted tokens, preemptions and prefix hits."""
+    drafts = Drafts()
+
+    def count(scheduler_stats, iteration_stats) -> None:
         if iteration_stats is not None:
             drafts.preemptions += iteration_stats.num_preempted_reqs
         if scheduler_stats and scheduler_stats.prefix_cache_stats:
@@ -161,13 +178,9 @@ def counted(llm: LLM) -> Iterator[Drafts]:
         if stats:
             drafts.rounds += stats.num_drafts
             drafts.accepted += stats.num_accepted_tokens
-        record(scheduler_stats, iteration_stats, *args, **kwargs)
 
-    manager.record = count
-    try:
+    with recorded(llm, count):
         yield drafts
-    finally:
-        manager.record = record
     assert drafts.rounds > 0, "nothing was drafted"
 
 

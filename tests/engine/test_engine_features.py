@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from engine import targets
-from engine.engines import asynchronous_scheduling, counted, dartree, engine, run, runner, tokens
+from engine.engines import asynchronous_scheduling, counted, dartree, engine, recorded, run, runner, tokens
 from vllm import SamplingParams
 from vllm.distributed import parallel_state
 from vllm.lora.request import LoRARequest
@@ -35,21 +35,16 @@ def folder(tmp_path_factory):
 
 @contextmanager
 def cache_hits(llm):
-    """Appends ``(queried, hit)`` tokens of the block, from what the engine hands to its loggers."""
-    manager, seen = llm.llm_engine.logger_manager, []
-    record, totals = manager.record, [0, 0]
+    """Appends ``(queried, hit)`` tokens of the block."""
+    seen, totals = [], [0, 0]
 
-    def count(scheduler_stats, *args, **kwargs) -> None:
+    def count(scheduler_stats, iteration_stats) -> None:
         if scheduler_stats:
             totals[0] += scheduler_stats.prefix_cache_stats.queries
             totals[1] += scheduler_stats.prefix_cache_stats.hits
-        record(scheduler_stats, *args, **kwargs)
 
-    manager.record = count
-    try:
+    with recorded(llm, count):
         yield seen
-    finally:
-        manager.record = record
     seen.append(tuple(totals))
 
 
