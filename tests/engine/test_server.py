@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -211,13 +212,22 @@ def test_200_connections_at_once(served, client, prompts):
 
 def test_sigterm_lets_requests_finish(served, client, prompts):
     """The last of this file, since the server is gone after it."""
-    wanted = expected(prompts[:3], 64)
+    wanted = expected(prompts[:3], 200, ignore_eos=True)
+    running = threading.Barrier(4)
+
+    def stream(prompt: list[int]) -> list[int]:
+        seen: list[int] = []
+        for chunk in ask(client, prompt, 200, stream=True, extra_body={"ignore_eos": True}):
+            begins, seen = not seen, seen + (chunk.choices[0].token_ids or [])
+            if begins and seen:
+                running.wait(300)
+        return seen
+
     with ThreadPoolExecutor(3) as pool:
-        answers = [pool.submit(ask, client, prompt, 64) for prompt in prompts[:3]]
-        while served.metric("vllm:num_requests_running") < 3:
-            time.sleep(0.05)
+        answers = [pool.submit(stream, prompt) for prompt in prompts[:3]]
+        running.wait(300)
         served.process.send_signal(signal.SIGTERM)
-        assert [answer.result().choices[0].token_ids for answer in answers] == wanted
+        assert [answer.result() for answer in answers] == wanted
     assert served.process.wait(60) == 0
     with pytest.raises(openai.APIConnectionError):
         ask(client, prompts[0])
