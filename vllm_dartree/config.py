@@ -160,14 +160,10 @@ def tree_config(keys: Mapping[str, Any]) -> TreeConfig:
 @contextmanager
 def _users_words() -> Iterator[None]:
     """Turns a ``TreeConfigError``, which speaks of TreeConfig's fields, into one that speaks of the user's keys."""
-    keys = {field: key for key, field in TREE_KEYS.items()}
-    fields = "|".join(keys)
     try:
         yield
     except TreeConfigError as error:
-        # A field is meant where the message gives its value, or says what to do with it.
-        mentioned = rf"\b({fields})(?= is )|(?<=lower |raise )({fields})\b"
-        raise DartreeConfigError(re.sub(mentioned, lambda match: keys[match[0]], str(error))) from None
+        raise DartreeConfigError(error.in_words_of({field: key for key, field in TREE_KEYS.items()})) from None
 
 
 def _check_keys(keys: Mapping[str, Any]) -> None:

@@ -80,10 +80,15 @@ def test_a_file_of_prompts_without_ids_is_tokenised(tmp_path):
     [
         (["--methods", "dartree,magic"], "--methods is 'dartree,magic', but it must be 'all' or some of ar, dflash"),
         (["--methods", ""], "--methods is ''"),
-        (["--depth-bonus", "0.5"], "depth_bonus is 0.5"),
-        (["--budget", "0"], "budget is 0"),
+        # Before the target is read.
+        (["--methods", "magic", "--target", "no/such-model"], "--methods is 'magic'"),
+        (["--depth-bonus", "0.5"], "--depth-bonus is 0.5"),
+        (["--budget", "0"], "--budget is 0"),
         (["--dflash2-draft", str(DSPARK), "--methods", "dflash2"], "'dflash2' needs a drafter with a selector head"),
-        (["--width", "65"], "width is 65 and candidates is 64"),
+        (
+            ["--width", "65"],
+            "the anchor has only as many children as there are candidates; lower --width or raise --candidates",
+        ),
         (["--sweep-budget", "8,many"], "--sweep-budget is '8,many'"),
         (["--temperature", "-1"], "--temperature is -1.0"),
         (["--max-samples", "0"], "--max-samples is 0"),

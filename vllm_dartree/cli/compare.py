@@ -25,10 +25,12 @@ from vllm_dartree.reference.checkpoint import load_drafter, load_target
 from vllm_dartree.reference.decoder import Generation, ReferenceDecoder, Summary
 from vllm_dartree.reference.prompts import load_prompts
 from vllm_dartree.reference.systems import SYSTEMS
-from vllm_dartree.tree import TreeConfig
+from vllm_dartree.tree import TreeConfig, TreeConfigError
 
 SUMMARY = "compare DARTree with chains and other trees on one pair"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Field of TreeConfig: option.
+OPTIONS = {name: f"--{name.replace('_', '-')}" for name in ("budget", "width", "candidates", "depth_bonus")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,14 +64,18 @@ def _integers(text: str | None, option: str) -> list[int]:
     return values
 
 
-def _method_names(text: str, heads: set[str]) -> list[str]:
-    """The methods to run, ``ar`` first. 'all' leaves out what the drafters' heads cannot do, and says so."""
+def _method_names(text: str) -> list[str]:
+    """The methods that are asked for, ``ar`` first; 'all' is one of them."""
     names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in SYSTEMS and name != "all"]
-    if unknown or not names:
+    if not names or not {"all", *SYSTEMS}.issuperset(names):
         raise ValueError(f"--methods is '{text}', but it must be 'all' or some of {', '.join(SYSTEMS)}")
+    return list(dict.fromkeys(["ar", *names]))
+
+
+def _runnable(names: list[str], heads: set[str]) -> list[str]:
+    """The methods to run; 'all' leaves out what the drafters' heads cannot do, and says so."""
     if "all" not in names:
-        return list(dict.fromkeys(["ar", *names]))
+        return names
     left_out = [name for name, system in SYSTEMS.items() if system.needs not in {None, *heads}]
     if left_out:
         print(f"left out, since no drafter here has their head: {', '.join(left_out)}")
@@ -161,6 +167,13 @@ def _plot(folder: Path, rows: list[dict[str, Any]], sweeps: list[dict[str, Any]]
 
 def run(args: argparse.Namespace) -> int:
     """Runs the comparison; raises ValueError with a message for the person who typed the command."""
+    try:
+        return _run(args)
+    except TreeConfigError as error:
+        raise ValueError(error.in_words_of(OPTIONS)) from error
+
+
+def _run(args: argparse.Namespace) -> int:
     config = TreeConfig(args.budget, args.width, args.candidates, args.depth_bonus)
     if not (math.isfinite(args.temperature) and args.temperature >= 0):
         raise ValueError(f"--temperature is {args.temperature}, but it must be a finite number >= 0")
@@ -180,6 +193,7 @@ def run(args: argparse.Namespace) -> int:
             f"--device is '{device}', which this torch cannot use: {str(error).splitlines()[0]}"
         ) from error
     dtype = DTYPES[args.dtype] if args.dtype else (torch.float32 if device == "cpu" else torch.bfloat16)
+    asked = _method_names(args.methods)
     target = load_target(args.target, dtype=dtype, device=device)
     drafter = load_drafter(args.draft or str(DOMINO), target)
     bundled = args.draft is None
@@ -187,7 +201,7 @@ def run(args: argparse.Namespace) -> int:
         "markov": args.dspark_draft or (str(DSPARK) if bundled else None),
         "selector": args.dflash2_draft or (str(DFLASH2) if bundled else None),
     }
-    names = _method_names(args.methods, {drafter.spec.head} | {head for head, path in others.items() if path})
+    names = _runnable(asked, {drafter.spec.head} | {head for head, path in others.items() if path})
     needed = {SYSTEMS[name].needs for name in names}
     # By the head that a method needs; all others draft with --draft.
     drafters = {head: load_drafter(path, target) for head, path in others.items() if path and head in needed}

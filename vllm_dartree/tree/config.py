@@ -1,5 +1,7 @@
 """The knobs of a tree, checked once."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -8,6 +10,17 @@ TreeVariant = Literal["pruned", "fixed", "chain"]
 
 class TreeConfigError(ValueError):
     """A knob of the tree is outside of what is allowed; the message names it, its value and the allowed values."""
+
+    def in_words_of(self, keys: Mapping[str, str]) -> str:
+        """The message with a user's words for the knobs.
+
+        Args:
+            keys: field of ``TreeConfig``: what the user knows it as.
+        """
+        fields = "|".join(keys)
+        # A knob is meant where the message gives its value, or says what to do with it.
+        mentioned = rf"\b({fields})(?= is )|(?<=lower |raise )({fields})\b"
+        return re.sub(mentioned, lambda match: keys[match[0]], str(self))
 
 
 @dataclass(frozen=True)
