@@ -48,6 +48,9 @@ _V2 = "vllm.v1.worker.gpu"
 _DFLASH = f"{_V2}.spec_decode.dflash"
 _REJECTION = f"{_V2}.spec_decode.rejection_sampler"
 _MODELS = "vllm.model_executor.models"
+_BACKENDS = "vllm.v1.attention.backends"
+# What tree attention computes or refuses; were one of them renamed, it would do neither.
+_OF_IMPL = ("sliding_window", "logits_soft_cap", "alibi_slopes", "sinks")
 
 SEAMS = (
     # Accepting the method, and checking the configuration: plugin.py, config.py.
@@ -181,6 +184,25 @@ SEAMS = (
         ("num_speculative_tokens_per_batch_size", "vllm_max_batch_size", "vllm_num_speculative_tokens"),
     ),
     Seam("vllm.config", "SchedulerConfig", members=("max_num_seqs", "max_num_batched_tokens")),
+    Seam("vllm.exceptions", "VLLMValidationError"),
+    Seam("vllm.v1.engine.input_processor", "InputProcessor", members=("vllm_config",)),
+    Seam(
+        "vllm.v1.engine.input_processor",
+        "InputProcessor.process_inputs",
+        (
+            "request_id",
+            "prompt",
+            "params",
+            "supported_tasks",
+            "arrival_time",
+            "lora_request",
+            "tokenization_kwargs",
+            "trace_headers",
+            "priority",
+            "data_parallel_rank",
+            "resumable",
+        ),
+    ),
     Seam("vllm.sampling_params", "SamplingParams._validate_spec_decode", ("speculative_config",), closed=True),
     Seam(
         "vllm",
@@ -293,6 +315,12 @@ SEAMS = (
             "next_prefill_tokens",
             "temperature",
             "seeds",
+            "dp_sync_state",
+            "dummy_run",
+            "skip_attn_for_dummy_run",
+            "mm_inputs",
+            "is_profile",
+            "num_speculative_tokens",
         ),
     ),
     Seam(
@@ -423,7 +451,11 @@ SEAMS = (
         "AttentionImpl.forward",
         ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
     ),
-    Seam("vllm.v1.attention.backends.cpu_attn", "CPUAttentionMetadataBuilder._set_isa_to_layers", ("layer_names",)),
+    Seam(f"{_BACKENDS}.flash_attn", "FlashAttentionImpl", members=_OF_IMPL, platform="cuda"),
+    Seam(f"{_BACKENDS}.flashinfer", "FlashInferImpl", members=_OF_IMPL, platform="cuda"),
+    Seam(f"{_BACKENDS}.triton_attn", "TritonAttentionImpl", members=(*_OF_IMPL, "chunk_lookback")),
+    Seam(f"{_BACKENDS}.cpu_attn", "CPUAttentionBackendImpl", members=_OF_IMPL, platform="cpu"),
+    Seam(f"{_BACKENDS}.cpu_attn", "CPUAttentionMetadataBuilder._set_isa_to_layers", ("layer_names",), platform="cpu"),
     Seam(
         "vllm._custom_ops",
         "cpu_attn_reshape_and_cache",

@@ -56,21 +56,17 @@ def fill_masks(
     if not request_ids:
         return None
     if manager._grammar_bitmask is None:
-        native(manager, requests, request_ids, {})  # allocates it
-    stride = 1 + manager.vllm_config.num_speculative_tokens if _is_strided(manager) else None
+        of_one = native(manager, requests, request_ids[:1], {})  # allocates them, and shows how they are laid out
+        manager.dartree_stride = len(of_one) if len(of_one) > 1 else None
     max_nodes = max(min_nodes, MAX_MASKS // len(request_ids))
     first_row = 0
     for name in request_ids:
         nodes = drafts.get(name, [])
         nodes[max_nodes:] = [-1] * len(nodes[max_nodes:])
         _Tree(manager, requests[name], first_row, [node for node in nodes if node >= 0]).fill()
-        first_row += stride or 1 + len(nodes)
+        # Since vLLM 0.33 each request has as many masks as it could have drafts, as is this method.
+        first_row += manager.dartree_stride or 1 + len(nodes)
     return manager._grammar_bitmask[:first_row].numpy()
-
-
-def _is_strided(manager: "StructuredOutputManager") -> bool:
-    """Whether each request has as many masks as it could have drafts: since vLLM 0.33, as is this method."""
-    return hasattr(manager, "_masked_reasoning_ends")
 
 
 def _ends_of_reasoning(reasoner: Any) -> frozenset[int] | None:
@@ -182,7 +178,7 @@ class _Tree:
 
     def _fill(self, row: int, is_bound: bool) -> None:
         entry = self.grammar, self.first_row + row, is_bound
-        if _is_strided(self.manager):
+        if hasattr(self.manager, "_masked_reasoning_ends"):  # since vLLM 0.33
             entry += (() if is_bound else self.manager._masked_reasoning_ends(self.request),)
         self.manager._fill_bitmasks((entry,))
 

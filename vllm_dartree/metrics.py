@@ -67,7 +67,7 @@ class TreeMetrics:
         }
         chains = counter(
             name="vllm:dartree_chain_requests",
-            documentation="Requests drafted as a chain, by what needs it, those that it declines included.",
+            documentation="Requests that may be drafted as a chain, by what decides on it.",
             labelnames=["model_name", "reason"],
         )
         model_name = vllm_config.model_config.served_model_name
@@ -86,7 +86,7 @@ class TreeMetrics:
 
 
 def count_chain_request(speculative_config: Any) -> None:
-    """Counts a request that this front end lets in, if it will be drafted as a chain."""
+    """Counts a request of an engine with custom logits processors; whether they take it, only the worker learns."""
     if speculative_config.has_custom_processors and CUSTOM_PROCESSORS in _chain_requests:
         _chain_requests[CUSTOM_PROCESSORS].inc()
 

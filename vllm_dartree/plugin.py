@@ -122,8 +122,25 @@ def _choose_the_graphs() -> None:
 
 def _let_requests_in() -> None:
     """vLLM refuses ``min_p`` and ``logit_bias`` with speculation; both look at one row alone, so on a tree they are
-    exact, since every row is sampled by vLLM's own sampler."""
+    exact, since every row is sampled by vLLM's own sampler.
+
+    It lets in prompts that come in parts, though a part that ends amid an accepted path leaves vLLM 0.32's scheduler
+    with tokens counted as computed that it has cut off.
+    """
+    from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    def make_process(native: Callable) -> Callable:
+        def process_inputs(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("resumable") and _is_dartree(self.vllm_config.speculative_config):
+                raise VLLMValidationError(
+                    "method 'dartree' does not work with streaming input, a prompt that arrives in parts; send the "
+                    "whole prompt, or serve without speculation"
+                )
+            return native(self, *args, **kwargs)
+
+        return process_inputs
 
     def make(native: Callable) -> Callable:
         def _validate_spec_decode(self: SamplingParams, speculative_config: Any) -> None:
@@ -135,6 +152,7 @@ def _let_requests_in() -> None:
 
         return _validate_spec_decode
 
+    _wrap(InputProcessor, "process_inputs", make_process)
     _wrap(SamplingParams, "_validate_spec_decode", make)
 
 

@@ -1,10 +1,14 @@
 """Requests whose processing depends on their own text: along the paths of their trees, or on a chain beside trees."""
 
+from types import SimpleNamespace
+
 import pytest
 from engine.engines import counted, dartree, engine, run, runner, tokens
 from engine.extensions import CUSTOM_PROCESSOR
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
+from vllm_dartree import metrics
 from vllm_dartree.engine import sampler as sampler_module
 
 
@@ -75,7 +79,7 @@ def test_trees_of_requests_that_look_at_their_own_text(prompts):
     assert not runner(trees).speculator.trees.as_chain.any(), "some were drafted as chains"
 
 
-def test_a_request_that_a_custom_processor_takes_is_drafted_as_a_chain_and_still_gains(prompts):
+def test_a_request_that_a_custom_processor_takes_is_drafted_as_a_chain_and_still_gains(prompts, monkeypatch):
     trees = engine(dartree(8, tree_width=4), logits_processors=[CUSTOM_PROCESSOR])
     state, seen = runner(trees).speculator.trees, []
     write = type(state).write
@@ -85,13 +89,32 @@ def test_a_request_that_a_custom_processor_takes_is_drafted_as_a_chain_and_still
         seen.append(self.parents[slots[0]].tolist())
         return written
 
-    type(state).write = record
-    try:
-        with counted(trees) as drafts:
-            run(trees, prompts[:1], SamplingParams(temperature=0, max_tokens=32))
-    finally:
-        type(state).write = write
+    monkeypatch.setattr(type(state), "write", record)
+    # The metric itself may belong to a newer engine.
+    asked = []
+    metric = SimpleNamespace(inc=lambda: asked.append(1))
+    monkeypatch.setitem(metrics._chain_requests, metrics.CUSTOM_PROCESSORS, metric)
+    with counted(trees) as drafts:
+        run(trees, prompts[:1], SamplingParams(temperature=0, max_tokens=32))
+    assert len(asked) == 1
     for parents in seen:
         length = sum(parent >= 0 for parent in parents) - 1
         assert parents == [0, *range(length), *[-1] * (len(parents) - 1 - length)]
     assert drafts.accepted > 0
+
+
+def test_a_prompt_that_arrives_in_parts_is_refused(prompts):
+    """What ``AsyncLLM`` asks for with each part. With vLLM 0.32's own chains such a session loses tokens."""
+
+    def process(llm, *, resumable: bool):
+        core = llm.llm_engine
+        prompt = {"prompt_token_ids": prompts[0]}
+        return core.input_processor.process_inputs(
+            "0", prompt, SamplingParams(), supported_tasks=core.get_supported_tasks(), resumable=resumable
+        )
+
+    assert process(engine(), resumable=True).resumable
+    trees = engine(dartree())
+    assert not process(trees, resumable=False).resumable
+    with pytest.raises(VLLMValidationError, match="streaming input, a prompt that arrives in parts; send the whole"):
+        process(trees, resumable=True)
