@@ -27,9 +27,10 @@ from typing import Any
 
 from vllm_dartree import emulation
 from vllm_dartree.assets import DOMINO, DSPARK, PROMPTS, TARGET
-from vllm_dartree.cli.check import require_checkpoint
 from vllm_dartree.cli.demo import counters
+from vllm_dartree.heads import DrafterSpec
 from vllm_dartree.heads.domino import DominoSpec
+from vllm_dartree.hub import require_checkpoint
 
 # In the order of the table. Those of vLLM's own need a drafter of their own kind.
 METHODS = ("none", "dflash", "dspark", "chain", "dartree", "auto")
@@ -89,6 +90,13 @@ def without_head(drafter: Path, folder: Path) -> str:
     (folder / "config.json").write_text(json.dumps(config))
     drop_head(folder)
     return str(folder)
+
+
+def has_removable_head(folder: Path) -> bool:
+    """Whether a checkpoint is a Domino drafter in shards, of which ``drop_head`` can make a plain one."""
+    if not (folder / "model.safetensors.index.json").is_file():
+        return False
+    return DrafterSpec.from_config(json.loads((folder / "config.json").read_text())).head == DominoSpec.head
 
 
 def drop_head(folder: Path) -> None:
@@ -259,6 +267,8 @@ def run(args: argparse.Namespace) -> int:
     for option in ("target", "draft", "dflash_draft", "dspark_draft"):
         if getattr(args, option):
             require_checkpoint(f"--{option.replace('_', '-')}", getattr(args, option))
+    if args.out and (args.out.is_dir() or not args.out.parent.is_dir()):
+        raise ValueError(f"--out is '{args.out}', but it must be a file in a folder that there is")
     on_cpu = emulation.installed_build() == "cpu"
     loads = [
         Load(data_set, temperature, concurrency)
@@ -281,7 +291,8 @@ def run(args: argparse.Namespace) -> int:
         engine |= {"max_model_len": min(args.max_model_len, 512), "max_num_batched_tokens": 4096}
     with tempfile.TemporaryDirectory() as folder:
         dflash = args.dflash_draft
-        if dflash is None and Path(args.draft).is_dir():
+        is_wanted = "dflash" in (args.methods or "dflash").split(",")
+        if dflash is None and is_wanted and has_removable_head(Path(args.draft)):
             dflash = without_head(Path(args.draft), Path(folder) / "dflash")
         dspark = args.dspark_draft or (str(DSPARK) if args.target == str(TARGET) else None)
         known = [name for name in METHODS if {"dflash": dflash, "dspark": dspark}.get(name, True)]

@@ -5,6 +5,8 @@ import json
 import pytest
 from bench_vllm import Served, compare, main, must_be_identical, percentile
 
+from vllm_dartree.assets import DSPARK
+
 
 def _row(method: str, tokens: list[list[int]], speed: float, temperature: float = 0.0) -> dict[str, object]:
     cell = {"data_set": "x", "temperature": temperature, "concurrency": 1, "dtype": "float32"}
@@ -27,6 +29,22 @@ def test_times_of_a_request():
     one = Served(tokens=[1, 2, 3, 4, 5], asked=1.0, chunks=[1.5, 2.0, 3.5])
     assert (one.time_to_first_token, one.time_per_token) == (0.5, 0.5)
     assert [percentile([4.0, 1.0, 3.0, 2.0], share) for share in (0.5, 0.99)] == [3.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--methods", "none,magic"], "--methods has 'magic', but it must be some of none, dflash"),
+        # Only a Domino drafter holds a plain one.
+        (["--methods", "dflash", "--draft", str(DSPARK)], "--methods has 'dflash', which needs --dflash-draft"),
+        (["--concurrency", "1,0"], "--concurrency is '1,0', but it must be numbers >= 1"),
+        (["--draft", "no/such-model"], "--draft is 'no/such-model', which is neither a folder here"),
+        (["--out", "/nonexistent/bench.json"], "--out is '/nonexistent/bench.json', but it must be a file"),
+    ],
+)
+def test_mistakes_are_one_clear_line(words, message, capsys):
+    assert main(words) == 2
+    assert f"bench_vllm.py: error: {message}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

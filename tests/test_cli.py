@@ -49,6 +49,12 @@ def test_check_of_the_bundled_pair(capsys):
     assert "this pair can be served here" in printed
 
 
+def test_an_empty_name_is_no_bundled_drafter(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "--draft", ""]) == 2
+    assert "--draft is '', but that folder has no config.json" in capsys.readouterr().err
+
+
 def test_check_of_a_pair_that_cannot_be_served_says_why(capsys):
     assert main(["check", "--draft", str(TARGET)]) == 1
     assert "refused the drafter" in " ".join(capsys.readouterr().out.split())

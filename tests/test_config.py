@@ -278,6 +278,7 @@ def test_dsparks_block_has_room_whatever_the_budget(changed, budget):
         (DFLASH2, {"tree_candidates": 17}, "tree_candidates is 17, but this drafter looks at the 16 best candidates"),
         (DFLASH2, {"tree_candidates": 8, "tree_width": 9}, "tree_width is 9 and tree_candidates is 8"),
         (DSPARK, {"tree_candidates": 9, "dspark_draft_topk": 8, "tree_width": 4}, "looks at the 8 best candidates"),
+        (DSPARK, {"dspark_draft_topk": 5000}, "dspark_draft_topk is 5000, but the vocabulary has 1024 tokens"),
         (DSPARK, {"dspark_draft_topk": 0}, "dspark_draft_topk is 0, but it must be an integer >= 1"),
         (DOMINO, {"dspark_draft_topk": 8}, "dspark_draft_topk is 8, but it belongs to DSpark drafters and"),
     ],

@@ -11,7 +11,7 @@ ROOMS = {
     "kernels": {"kernels"},
     "tree": {"tree", "kernels"},
     "heads": {"heads", "tree", "kernels"},
-    "reference": {"reference", "heads", "tree"},
+    "reference": {"reference", "heads", "tree", "hub"},
     "emulation": {"emulation"},
     "engine": {"engine", "config", "features", "grammars", "heads", "tree", "kernels"},
 }
@@ -25,6 +25,8 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
             found.add(node.module)
+            if node.module == "vllm_dartree":
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
 
 

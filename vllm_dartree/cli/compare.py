@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from vllm_dartree.assets import DFLASH2, DOMINO, DSPARK, PROMPTS, TARGET
+from vllm_dartree.hub import require_checkpoint
 from vllm_dartree.reference.checkpoint import load_drafter, load_target
 from vllm_dartree.reference.decoder import Generation, ReferenceDecoder, Summary
 from vllm_dartree.reference.prompts import load_prompts
@@ -134,15 +136,25 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     Console(width=None if console.is_terminal else 130).print(table)
 
 
-def _plot(folder: Path, rows: list[dict[str, Any]], sweeps: list[dict[str, Any]]) -> None:
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Refuses what could not be written hours later."""
+    if args.plot and find_spec("matplotlib") is None:
+        raise ValueError("--plot needs the package matplotlib: pip install 'vllm-dartree[bench]'")
+    if args.out and (args.out.is_dir() or not args.out.parent.is_dir()):
+        raise ValueError(f"--out is '{args.out}', but it must be a file in a folder that there is")
     try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError("--plot needs the package matplotlib: pip install 'vllm-dartree[bench]'") from error
+        if args.plot:
+            args.plot.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--plot is '{args.plot}', which is no folder that can be made: {error.strerror}") from error
+
+
+def _plot(folder: Path, rows: list[dict[str, Any]], sweeps: list[dict[str, Any]]) -> None:
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    folder.mkdir(parents=True, exist_ok=True)
     for key, label in (("tau", "tau (tokens per verify round)"), ("speedup_vs_ar", "speedup over ar")):
         figure, axes = pyplot.subplots(figsize=(8, 4))
         bars = axes.bar([row["method"] for row in rows], [row[key] or 0.0 for row in rows])
@@ -187,16 +199,26 @@ def _run(args: argparse.Namespace) -> int:
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(0, device=device)
+        torch.zeros((), device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
             f"--device is '{device}', which this torch cannot use: {str(error).splitlines()[0]}"
         ) from error
     dtype = DTYPES[args.dtype] if args.dtype else (torch.float32 if device == "cpu" else torch.bfloat16)
     asked = _method_names(args.methods)
-    target = load_target(args.target, dtype=dtype, device=device)
-    drafter = load_drafter(args.draft or str(DOMINO), target)
+    _check_outputs(args)
     bundled = args.draft is None
+    draft = str(DOMINO) if bundled else args.draft
+    for option, path in (("--target", args.target), ("--draft", draft)):
+        require_checkpoint(option, path)
+    target = load_target(args.target, dtype=dtype, device=device)
+    vocabulary = target.embedding.num_embeddings
+    if config.candidates > vocabulary:
+        raise ValueError(
+            f"--candidates is {config.candidates}, but the target's vocabulary has {vocabulary} tokens; it must be at "
+            "most that"
+        )
+    drafter = load_drafter(draft, target)
     others = {
         "markov": args.dspark_draft or (str(DSPARK) if bundled else None),
         "selector": args.dflash2_draft or (str(DFLASH2) if bundled else None),
@@ -205,12 +227,19 @@ def _run(args: argparse.Namespace) -> int:
     needed = {SYSTEMS[name].needs for name in names}
     # By the head that a method needs; all others draft with --draft.
     drafters = {head: load_drafter(path, target) for head, path in others.items() if path and head in needed}
-    config.widths(drafter.spec.num_slots)
+
+    def decoder_of(name: str, knobs: TreeConfig) -> ReferenceDecoder:
+        chosen = None if name == "ar" else drafters.get(SYSTEMS[name].needs, drafter)
+        return ReferenceDecoder(target, chosen, name, knobs, temperature=args.temperature, seed=args.seed)
+
+    # Before the first of them has decoded everything.
+    for name in names:
+        knobs = decoder_of(name, config).config
+        replace(knobs, variant="fixed" if name == "dartree_fixed" else "pruned").widths(drafter.spec.num_slots)
     prompts = load_prompts(args.prompts, target.tokenizer, args.max_samples)
 
     def decode(name: str, knobs: TreeConfig, label: str) -> list[Generation]:
-        chosen = None if name == "ar" else drafters.get(SYSTEMS[name].needs, drafter)
-        decoder = ReferenceDecoder(target, chosen, name, knobs, temperature=args.temperature, seed=args.seed)
+        decoder = decoder_of(name, knobs)
         decoder.generate(prompts[0], min(32, args.max_new_tokens))  # warm-up
         return [decoder.generate(prompt, args.max_new_tokens) for prompt in tqdm(prompts, desc=label, unit="prompt")]
 

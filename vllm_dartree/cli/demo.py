@@ -20,7 +20,7 @@ from rich.tree import Tree
 
 from vllm_dartree import emulation
 from vllm_dartree.assets import DOMINO, PROMPTS, TARGET
-from vllm_dartree.cli.check import require_checkpoint
+from vllm_dartree.hub import require_checkpoint
 
 SUMMARY = "generate with and without dartree, compare, and draw a tree"
 # For a target of the user's own; the bundled one speaks Python only, and has its own prompts.
@@ -219,7 +219,7 @@ def run(args: argparse.Namespace) -> int:
     if (args.target is None) != (args.draft is None):
         raise ValueError("--target and --draft belong together: give both, or neither for the bundled pair")
     for option in ("target", "draft"):
-        if getattr(args, option):
+        if getattr(args, option) is not None:
             require_checkpoint(f"--{option}", getattr(args, option))
     build = emulation.installed_build()
     if build is None:

@@ -1,5 +1,6 @@
 """What a drafter checkpoint's ``config.json`` says about its block and its correction head."""
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,6 +19,10 @@ class ConfigKeys:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config, self._nested = config, config.get("dflash_config") or {}
+        if not isinstance(self._nested, Mapping):
+            raise DrafterConfigError(
+                f"the drafter's config.json has dflash_config={self._nested!r}; it must be an object with keys"
+            )
 
     def get(self, *names: str) -> Any:
         """The value of the first name that has one; None if none has."""
@@ -119,11 +124,15 @@ class DrafterSpec:
         """
         keys = ConfigKeys(config)
         layers = keys.require("target_layer_ids", "dspark_target_layer_ids", needed_by="a block drafter")
-        if not layers or not all(isinstance(layer, int) and layer >= 0 for layer in layers):
+        is_list = isinstance(layers, list | tuple) and bool(layers)
+        if not is_list or not all(type(layer) is int and layer >= 0 for layer in layers):
             raise DrafterConfigError(
                 f"the drafter's config.json has target_layer_ids={layers!r}; "
                 "it must list the target's layers (integers >= 0) whose outputs the drafter reads"
             )
+        scale = config.get("logit_scale") or 1.0
+        if not isinstance(scale, int | float) or not math.isfinite(scale):
+            raise DrafterConfigError(f"the drafter's config.json has logit_scale={scale!r}; it must be a number")
         claiming = [kind for kind in KINDS.values() if kind.claims(keys)]
         if not claiming:
             raise DrafterConfigError(
@@ -140,7 +149,7 @@ class DrafterSpec:
             ),
             target_layer_ids=tuple(layers),
             sample_from_anchor=kind.samples_from_anchor_by_default if from_anchor is None else bool(from_anchor),
-            logit_scale=float(config.get("logit_scale") or 1.0),
+            logit_scale=float(scale),
             **kind.own_fields(keys),
         )
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
 
 from vllm_dartree.heads import DrafterSpec
+from vllm_dartree.hub import HUB_ERRORS, unavailable
 from vllm_dartree.reference.drafter import BlockDrafter
 from vllm_dartree.tree import CorrectionHead
 
@@ -27,11 +27,8 @@ def local_folder(path: str) -> Path:
         return Path(path)
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
-    except (HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
-        raise CheckpointError(
-            f"'{path}' is neither a folder here nor a checkpoint that the hub gave ({type(error).__name__}); "
-            "pass the path of a folder, or check the name and the connection"
-        ) from error
+    except HUB_ERRORS as error:
+        raise CheckpointError(unavailable(f"'{path}'", error)) from error
 
 
 @dataclass

@@ -63,24 +63,33 @@ def load_prompts(source: str, tokenizer: PreTrainedTokenizerBase, max_samples: i
     if not path.is_file():
         raise PromptError(f"'{source}' is neither a file nor one of the data sets {', '.join(DATA_SETS)}")
     prompts: list[list[int]] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            ids = row["prompt_token_ids"] if "prompt_token_ids" in row else tokenizer.encode(row["prompt"])
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise PromptError(
-                f"{source}, line {number}: a line must be a JSON object with 'prompt_token_ids' or 'prompt'"
-            ) from error
-        if not ids or not all(isinstance(i, int) and 0 <= i < len(tokenizer) for i in ids):
-            raise PromptError(
-                f"{source}, line {number}: 'prompt_token_ids' must be a list of ids from 0 to {len(tokenizer) - 1}"
-            )
-        prompts.append(ids)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"'{source}' cannot be read as UTF-8 text: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            prompts.append(_prompt_of(line, f"{source}, line {number}", tokenizer))
     if not prompts:
         raise PromptError(f"'{source}' has no prompts")
     return prompts[:max_samples]
+
+
+def _prompt_of(line: str, place: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        row = None
+    if not isinstance(row, dict) or not {"prompt_token_ids", "prompt"}.intersection(row):
+        raise PromptError(f"{place}: a line must be a JSON object with 'prompt_token_ids' or 'prompt'")
+    if "prompt_token_ids" in row:
+        ids = row["prompt_token_ids"]
+        if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < len(tokenizer) for i in ids):
+            raise PromptError(f"{place}: 'prompt_token_ids' must be a list of ids from 0 to {len(tokenizer) - 1}")
+        return ids
+    if not isinstance(row["prompt"], str) or not row["prompt"]:
+        raise PromptError(f"{place}: 'prompt' must be a text that is not empty")
+    return tokenizer.encode(row["prompt"])
 
 
 def _from_data_set(name: str, tokenizer: PreTrainedTokenizerBase, max_samples: int | None) -> list[list[int]]:

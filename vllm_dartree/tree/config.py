@@ -1,6 +1,7 @@
 """The knobs of a tree, checked once."""
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -59,7 +60,8 @@ class TreeConfig:
         if self.variant not in get_args(TreeVariant):
             raise TreeConfigError(f"variant is {self.variant!r}; it must be one of {', '.join(get_args(TreeVariant))}")
         is_number = isinstance(self.depth_bonus, (int, float)) and not isinstance(self.depth_bonus, bool)
-        if not is_number or not float("-inf") < self.depth_bonus <= 0:
+        # The largest float bounds integers, too, which have no infinity.
+        if not is_number or not -sys.float_info.max <= self.depth_bonus <= 0:
             raise TreeConfigError(
                 f"depth_bonus is {self.depth_bonus!r}, but it must be a finite number <= 0: with a positive bonus a "
                 "child could outrank its parent and the best nodes would no longer form a tree"
