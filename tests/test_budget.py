@@ -17,7 +17,7 @@ def served(
     controller: BudgetController, clock: Clock, steps: int, seconds, accepted, num_requests: int = 4
 ) -> list[int]:
     """The budgets of so many steps that take ``seconds(nodes)`` and accept ``accepted(nodes)`` tokens."""
-    num_requests, nodes, chosen = 4, 0, []
+    nodes, chosen = 0, []
     for _ in range(steps):
         following = controller[num_requests]
         controller.begin_step([nodes + 1] * num_requests)
@@ -85,6 +85,19 @@ def test_a_prefill_or_a_pause_is_no_price_of_a_tree(controller, clock):
     clock.now += 50.0
     controller.begin_step([65, 65, 65, 65])
     assert {key: mean.value for key, mean in controller.seconds.items()} == pytest.approx(prices)
+
+
+def test_a_new_batch_size_begins_at_the_budget_of_the_nearest(controller, clock):
+    def accepted(nodes: int) -> int:
+        return min(nodes, 16) // 4
+
+    served(controller, clock, 300, lambda nodes: 1.0 + (nodes > 16), accepted, num_requests=4)
+    served(controller, clock, 300, lambda nodes: 1.0 + nodes, accepted, num_requests=40)
+    for few, many in ((4, 40), (5, 50)):
+        controller[few], controller[many]
+        sizes = [controller.batch_sizes[controller._size(number)] for number in (few, many)]
+        assert [size.budget for size in sizes] == [16, 0]
+    assert len(controller.batch_sizes) == 4
 
 
 @pytest.mark.slow

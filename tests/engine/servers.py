@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import requests
@@ -63,10 +63,11 @@ def server(speculative: dict[str, object], *arguments: str, **variables: str) ->
                 time.sleep(0.5)
         yield Server(url, process)
     finally:
-        try:
+        # A test may have ended it, or its leader alone.
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
             process.wait(30)
-        except ProcessLookupError:
-            pass  # a test has ended it
-        except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -47,7 +47,7 @@ def checkpoint(tmp_path_factory, prompts):
     return make
 
 
-def _drafts(llm) -> list[list[int]]:
+def _drafts(llm, monkeypatch) -> list[list[int]]:
     """What the engine proposes from now on, each time for its first request."""
     speculator, seen = runner(llm).speculator, []
     propose = speculator.propose
@@ -57,7 +57,7 @@ def _drafts(llm) -> list[list[int]]:
         seen.append(drafted[0].tolist())
         return drafted
 
-    speculator.propose = record
+    monkeypatch.setattr(speculator, "propose", record)
     return seen
 
 
@@ -84,7 +84,7 @@ def test_drafts_are_those_of_vllms_own_chain(prompts, checkpoint, kind, num_slot
     expected = tokens(run(engine(), prompts[:1], GREEDY))
     seen = []
     for llm in (native, chain):
-        seen.append(_drafts(llm))
+        seen.append(_drafts(llm, monkeypatch))
         assert tokens(run(llm, prompts[:1], GREEDY)) == expected
     assert [drafted[:num_slots] for drafted in seen[1]] == seen[0]
     assert len(seen[0]) > 1

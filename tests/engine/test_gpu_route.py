@@ -100,14 +100,17 @@ def test_tokens_equal_those_without_speculation(gpu_route, short_prompts, expect
 
 
 def test_the_kernels_of_the_tree_stage_give_the_same_tokens(prompts, monkeypatch):
-    params = SamplingParams(temperature=0, max_tokens=12)
-    expected = tokens(run(engine(), prompts[:2], params))
+    ask = {"temperature": 0, "max_tokens": 12}
+    params = [SamplingParams(**ask), SamplingParams(**ask, repetition_penalty=1.5, bad_words=["cold-cable", "cold"])]
+    asked = prompts[1:4:2]  # prompts of odd numbers leave most to the model
+    expected = tokens(run(engine(), asked, params))
+    assert expected[1] != tokens(run(engine(), asked, params[0]))[1], "penalties and bad words change nothing"
     llm = engine(dartree())
     with counted(llm) as with_twins:
-        assert tokens(run(llm, prompts[:2], params)) == expected
+        assert tokens(run(llm, asked, params)) == expected
     monkeypatch.setenv("DARTREE_KERNELS", "triton")
     with counted(llm) as with_kernels:
-        assert tokens(run(llm, prompts[:2], params)) == expected
+        assert tokens(run(llm, asked, params)) == expected
     assert with_kernels.accepted == with_twins.accepted > 0
 
 

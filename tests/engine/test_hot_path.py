@@ -14,12 +14,14 @@ from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
+from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
 from vllm_dartree.engine import sampler as sampler_module
 from vllm_dartree.engine.attention import _GraphRows, _rows_of_chains, _rows_of_trees
 from vllm_dartree.engine.commit import CachedLayer, commit_rows
 from vllm_dartree.engine.kv_layout import KVLayout, PagedLayout
 from vllm_dartree.engine.path_processors import PathBadWords, PathProcessors
+from vllm_dartree.engine.runner import TreeDraftsHandler
 from vllm_dartree.engine.sampler import TreeSampler
 from vllm_dartree.engine.state import TreeState
 from vllm_dartree.tree import DraftTree, TreeConfig, draft_block, expand, prune, walk
@@ -149,7 +151,8 @@ def _sampler(state: TreeState, vocabulary: int) -> TreeSampler:
     sampler.sampler = SimpleNamespace(
         compute_nans=False,
         logprobs_mode="raw_logprobs",
-        get_logprobs_dims=lambda slots: None,
+        get_logprobs_dims=lambda slots: (2, 0),
+        logprob_token_ids_state=None,
         sample=sample,
         req_states=SimpleNamespace(prefill_len=SimpleNamespace(gpu=torch.zeros(REQUESTS, dtype=torch.int32))),
     )
@@ -162,12 +165,17 @@ def test_a_whole_round_never_reads_the_device(kind, variant, monkeypatch):
     monkeypatch.setattr(
         sampler_module, "get_num_sampled_and_rejected", lambda num_sampled, *args: (num_sampled, num_sampled)
     )
+    scored = []
+    monkeypatch.setattr(
+        sampler_module, "compute_topk_scores", lambda logits, *args, **kwargs: scored.append(logits.shape)
+    )
     for native in (PenaltiesState, ThinkingBudgetState):
         monkeypatch.setattr(native, "apply", lambda self, logits, ctx: logits)  # kernels of vLLM's
     with FakeTensorMode():
         round_ = _Round(kind, variant)
         assert round_.propose().shape == (REQUESTS, BUDGET)
-        batch = _batch([BUDGET, 3, 0, BUDGET], prefill=5)
+        drafts = [BUDGET, 3, 0, BUDGET]
+        batch = _batch(drafts, prefill=5)
         step = round_.state.begin_step(batch, torch.zeros(REQUESTS, dtype=torch.int32))
         metadata = SimpleNamespace(
             num_reqs=REQUESTS,
@@ -182,6 +190,15 @@ def test_a_whole_round_never_reads_the_device(kind, variant, monkeypatch):
         logits = torch.zeros(step.tokens.shape[0], 40)
         output = _sampler(round_.state, 40)(logits, batch)
         assert output.sampled_token_ids.shape == (REQUESTS, len(round_.widths) + 1)
+        assert scored == [(sum(min(count, len(round_.widths)) + 1 for count in drafts), 40)]
+        packed_drafts = []
+        handler = object.__new__(TreeDraftsHandler)
+        handler.trees = round_.state
+        monkeypatch.setattr(
+            DraftTokensHandler, "set_draft_tokens", lambda self, batch, drafts: packed_drafts.append(drafts)
+        )
+        handler.set_draft_tokens(batch, torch.zeros(REQUESTS, BUDGET, dtype=torch.int32))
+        assert [drafts.shape for drafts in packed_drafts] == [(REQUESTS, BUDGET)]
         layers = [
             CachedLayer(str(i), SimpleNamespace(kv_cache=torch.zeros(9, 2, 16, 8)), PagedLayout(use_triton=False))
             for i in range(2)

@@ -67,7 +67,7 @@ def test_the_line_at_start_says_how_trees_are_grown(operated):
     _, messages = operated
     line = next(message for message in messages if message.startswith("DARTree: "))
     for part in (
-        "B=20",
+        "B=20 nodes (fixed)",
         "W=3",
         "K=64",
         "L=15",

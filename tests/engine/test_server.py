@@ -176,7 +176,7 @@ def test_absurd_requests_are_refused_with_a_reason_and_harm_nobody(served, clien
 
 STREAMING_CLIENT = """
 import http.client, sys
-connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]))
+connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), timeout=300)
 connection.request("POST", "/v1/completions", sys.argv[2], {"Content-Type": "application/json"})
 for line in connection.getresponse():
     print(line.decode(), end="", flush=True)
@@ -188,12 +188,14 @@ def test_a_client_that_is_killed_mid_stream(served, client, prompts):
     command = [sys.executable, "-c", STREAMING_CLIENT, served.url.rpartition(":")[2], json.dumps(body)]
     with ThreadPoolExecutor(1) as pool:
         victims = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-        for victim in victims:
-            assert victim.stdout.readline().startswith("data: ")
-        other = pool.submit(ask, client, prompts[0], 64)
-        for victim in victims:
-            victim.kill()
-            victim.wait()
+        try:
+            for victim in victims:
+                assert victim.stdout.readline().startswith("data: ")
+            other = pool.submit(ask, client, prompts[0], 64)
+        finally:
+            for victim in victims:
+                victim.kill()
+                victim.communicate()
         assert other.result().choices[0].token_ids == expected(prompts[:1], 64)[0]
     deadline = time.monotonic() + 60
     while served.metric("vllm:num_requests_running") or served.metric("vllm:kv_cache_usage_perc"):

@@ -29,5 +29,7 @@ def test_kernels_compile_and_fit_into_shared_memory(capability):
         "_accept_walk_kernel",
         "_begin_rows_kernel",
         "_path_tokens_kernel",
+        "_penalise_paths_kernel",
+        "_forbid_bad_words_kernel",
     ):
         assert f"{kernel} sm_{capability}" in finished.stdout
