@@ -1,7 +1,7 @@
 """Soak: random requests that arrive, share prefixes, are preempted and cancelled, with trees and without speculation.
 
-``python scripts/soak.py --requests 5000 --seed 1`` runs them on the bundled pair, in Triton's interpreter, at about one
-a second, and prints what it has seen after each wave. ``tests/engine/test_soak.py`` runs a few dozen.
+``python scripts/soak.py --requests 5000 --minutes 60 --seed 1`` runs them on the bundled pair, in Triton's interpreter,
+some seconds each, and prints what it has seen after each wave. ``tests/engine/test_soak.py`` runs a few dozen.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import json
 import os
 import random
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -243,6 +244,7 @@ def _differences(request: Request, actual: Answers, expected: Answers) -> Iterat
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--requests", type=int, default=1000, help="how many (default %(default)s)")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no new wave begins")
     parser.add_argument("--seed", type=int, default=0, help="of the random requests (default %(default)s)")
     arguments = parser.parse_args()
     if arguments.requests < 1:
@@ -258,8 +260,11 @@ def main() -> None:
 
     plain, trees = crowded(str(TARGET), str(DOMINO))
     prompts = [json.loads(line)["prompt_token_ids"] for line in PROMPTS.read_text().splitlines()]
+    end = time.monotonic() + 60 * arguments.minutes
     for report in soak(plain, trees, prompts, arguments.requests, arguments.seed):
         print(report, flush=True)
+        if time.monotonic() >= end:
+            break
     sys.exit("\n".join(report.problems()) or None)
 
 

@@ -241,6 +241,11 @@ UNSUPPORTED = (
 
 
 def check_features(config: Any) -> None:
+    """Refuses a config, or the early view of one, that has a feature of ``UNSUPPORTED``.
+
+    Raises:
+        DartreeConfigError: naming the feature, its value, the reason and the remedy.
+    """
     for feature in UNSUPPORTED:
         value = feature.value(config)
         if value:

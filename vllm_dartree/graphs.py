@@ -14,7 +14,7 @@ MAX_GRAPH_TOKENS = 2048
 
 
 def request_counts(limit: int, steps: int = 8) -> list[int]:
-    """Numbers of requests up to ``limit``; what the next one pads is at most its ``steps``-th part smaller."""
+    """Numbers of requests up to ``limit``, each above the one before by 1, or by at most its ``steps``-th part."""
     counts, count = [], 1
     while count < limit:
         counts.append(count)

@@ -66,9 +66,10 @@ class DartreeRunnerMixin:
         tree, drafter = self.speculative_config.tree, self.speculative_config.drafter
         backends = {layer.attention.attn_backend.get_name() for layer in self.speculator.cached_layers}
         logger.info(
-            "DARTree: B=%d nodes, W=%d, K=%d, L=%d slots, beta=%g, %s to depth %d; %s head; trees on %s; drafted as "
-            "a chain: %s",
+            "DARTree: B=%d nodes (%s), W=%d, K=%d, L=%d slots, beta=%g, %s to depth %d; %s head; trees on %s; drafted "
+            "as a chain: %s",
             tree.budget,
+            "auto" if self.speculative_config.auto_budget else "fixed",
             tree.width,
             tree.candidates,
             drafter.num_slots,

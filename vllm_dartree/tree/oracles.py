@@ -157,11 +157,6 @@ def chain_marginals(head: CorrectionHead, block: DraftBlock) -> tuple[Tensor, Te
     return block.candidates[0].gather(1, order), values
 
 
-def domino_chain_ddtree(head: CorrectionHead, block: DraftBlock, budget: int) -> DraftTree:
-    """Corrects along the one greedy chain, then treats the corrected distributions as marginals of a DDTree."""
-    return marginal_heap(*chain_marginals(head, block), budget)
-
-
 def walk_naive(tokens: list[int], parents: list[int], target_tokens: list[int]) -> tuple[list[int], list[int]]:
     """Rows of the accepted path and the emitted tokens, step by step. Arguments are one request's rows."""
     row, path, emitted = 0, [0], [target_tokens[0]]
