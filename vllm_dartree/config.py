@@ -277,8 +277,8 @@ def create_speculative_config(
     # Before vLLM sees it, who would speak of the key that it is handed on as.
     vocabulary = raw.get("draft_vocab_size") or target_model_config.hf_text_config.vocab_size
     if tree.candidates > vocabulary:
-        is_given = keys.get("tree_candidates") is not None or kind.top_k_key is None
-        key = "tree_candidates" if is_given or keys.get(kind.top_k_key) is None else kind.top_k_key
+        is_top_k = keys.get("tree_candidates") is None and keys.get(kind.top_k_key) is not None
+        key = kind.top_k_key if is_top_k else "tree_candidates"
         raise DartreeConfigError(
             f"{key} is {tree.candidates}, but the vocabulary has {vocabulary} tokens; it must be at most that"
         )

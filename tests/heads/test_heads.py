@@ -148,6 +148,7 @@ def test_spec_tells_the_heads_apart():
         ({"dflash_config": NESTED | {"target_layer_ids": [True]}}, "target_layer_ids=\\[True\\]"),
         ({"dflash_config": NESTED | {"target_layer_ids": 3}}, "target_layer_ids=3; it must list"),
         ({"dflash_config": [1]}, "dflash_config=\\[1\\]; it must be an object"),
+        ({"logit_scale": 10**400}, "it must be a number"),
         ({"logit_scale": "x"}, "logit_scale='x'; it must be a number"),
         ({"dflash_config": NESTED | {"projector_type": "domino", "emb_dim": 4}}, "no 'gru_hidden_dim'"),
         ({"dflash_config": NESTED | {"projector_type": "xpress"}}, "projector_type='xpress'"),

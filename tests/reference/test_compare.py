@@ -71,7 +71,8 @@ def test_what_the_drafter_has_no_head_for_is_left_out_with_a_line(capsys):
 
 def test_a_file_of_prompts_without_ids_is_tokenised(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": json.loads(PROMPTS.read_text().splitlines()[0])["prompt"]}) + "\n")
+    prompt = json.loads(PROMPTS.read_text().splitlines()[0])["prompt"] + "\u2028"
+    prompts.write_text(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n", encoding="utf-8")
     assert main(["compare", "--methods", "ar", "--prompts", str(prompts), "--max-new-tokens", "4"]) == 0
 
 

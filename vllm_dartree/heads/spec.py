@@ -1,6 +1,6 @@
 """What a drafter checkpoint's ``config.json`` says about its block and its correction head."""
 
-import math
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -131,7 +131,7 @@ class DrafterSpec:
                 "it must list the target's layers (integers >= 0) whose outputs the drafter reads"
             )
         scale = config.get("logit_scale") or 1.0
-        if not isinstance(scale, int | float) or not math.isfinite(scale):
+        if not isinstance(scale, int | float) or not abs(scale) <= sys.float_info.max:
             raise DrafterConfigError(f"the drafter's config.json has logit_scale={scale!r}; it must be a number")
         claiming = [kind for kind in KINDS.values() if kind.claims(keys)]
         if not claiming:

@@ -64,7 +64,7 @@ def load_prompts(source: str, tokenizer: PreTrainedTokenizerBase, max_samples: i
         raise PromptError(f"'{source}' is neither a file nor one of the data sets {', '.join(DATA_SETS)}")
     prompts: list[list[int]] = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # a JSON string may hold what str.splitlines splits at
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"'{source}' cannot be read as UTF-8 text: {error}") from error
     for number, line in enumerate(lines, start=1):
