@@ -90,6 +90,7 @@ class ReferenceDecoder:
 
     Raises:
         ValueError: the system needs another head than the drafter has.
+        TreeConfigError: its variant cannot grow a tree with these knobs.
     """
 
     def __init__(
@@ -117,6 +118,9 @@ class ReferenceDecoder:
                     f"method '{system}' needs a drafter with a {self.system.needs} head, "
                     f"but this one has a {drafter.spec.head} head"
                 )
+        if self.system.variant is not None:
+            self.config = replace(self.config, variant=self.system.variant)
+            self.config.widths(drafter.spec.num_slots)
         self.device = target.model.device
         self._features: dict[int, Tensor] = {}
 

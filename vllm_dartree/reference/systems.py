@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vllm_dartree.heads import MarginalHead
 from vllm_dartree.tree import CorrectionHead, DraftBlock, DraftTree, TreeConfig, draft_block, expand, prune
+from vllm_dartree.tree.config import TreeVariant
 from vllm_dartree.tree.head import corrected_log_probs
 from vllm_dartree.tree.oracles import chain_marginals, ddtree, marginal_heap, sequential_heap
 
@@ -33,13 +34,9 @@ class Proposal:
     block: DraftBlock
 
 
-def _grown(head: CorrectionHead, block: DraftBlock, config: TreeConfig) -> Proposal:
+def _grown(draft: Draft, block: DraftBlock, head: CorrectionHead, config: TreeConfig) -> Proposal:
     widths = config.widths(block.candidates.shape[1])
     return Proposal(prune(expand(head, block, widths), config.budget, config.depth_bonus), head, block)
-
-
-def _chain(head: CorrectionHead, block: DraftBlock, config: TreeConfig) -> Proposal:
-    return _grown(head, block, replace(config, variant="chain"))
 
 
 def _ddtree(draft: Draft, block: DraftBlock, config: TreeConfig) -> Proposal:
@@ -63,27 +60,29 @@ class System:
     Args:
         propose: from a draft, its top-K block, the checkpoint's head and the knobs to a proposal; None drafts nothing.
         needs: the head that the drafter's checkpoint must have; None takes any.
+        variant: of the knobs, for what grows a supertree; None for what draws its tree otherwise.
     """
 
     propose: Callable[[Draft, DraftBlock, CorrectionHead, TreeConfig], Proposal] | None
     needs: str | None = None
+    variant: TreeVariant | None = None
 
 
 SYSTEMS: dict[str, System] = {
     "ar": System(None),
-    "dflash": System(lambda draft, block, head, config: _chain(MarginalHead(), block, config)),
-    "domino": System(lambda draft, block, head, config: _chain(head, block, config), needs="domino"),
-    "dspark": System(lambda draft, block, head, config: _chain(head, block, config), needs="markov"),
+    "dflash": System(lambda draft, block, head, config: _grown(draft, block, MarginalHead(), config), variant="chain"),
+    "domino": System(_grown, needs="domino", variant="chain"),
+    "dspark": System(_grown, needs="markov", variant="chain"),
     "ddtree": System(lambda draft, block, head, config: _ddtree(draft, block, config)),
     "domino_chain_ddtree": System(
         lambda draft, block, head, config: _domino_chain_ddtree(head, block, config), needs="domino"
     ),
     "sequential_heap": System(lambda draft, block, head, config: _sequential_heap(head, block, config)),
-    "dflash2": System(lambda draft, block, head, config: _chain(head, block, config), needs="selector"),
-    "dartree_fixed": System(lambda draft, block, head, config: _grown(head, block, replace(config, variant="fixed"))),
-    "dartree": System(lambda draft, block, head, config: _grown(head, block, replace(config, variant="pruned"))),
-    "dartree_dspark": System(lambda draft, block, head, config: _grown(head, block, config), needs="markov"),
-    "dartree_dflash2": System(lambda draft, block, head, config: _grown(head, block, config), needs="selector"),
+    "dflash2": System(_grown, needs="selector", variant="chain"),
+    "dartree_fixed": System(_grown, variant="fixed"),
+    "dartree": System(_grown, variant="pruned"),
+    "dartree_dspark": System(_grown, needs="markov", variant="pruned"),
+    "dartree_dflash2": System(_grown, needs="selector", variant="pruned"),
 }
 
 
