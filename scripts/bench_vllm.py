@@ -27,6 +27,7 @@ from typing import Any
 
 from vllm_dartree import emulation
 from vllm_dartree.assets import DOMINO, DSPARK, PROMPTS, TARGET
+from vllm_dartree.cli.compare import check_out
 from vllm_dartree.cli.demo import counters
 from vllm_dartree.heads import DrafterSpec
 from vllm_dartree.heads.domino import DominoSpec
@@ -267,8 +268,7 @@ def run(args: argparse.Namespace) -> int:
     for option in ("target", "draft", "dflash_draft", "dspark_draft"):
         if getattr(args, option):
             require_checkpoint(f"--{option.replace('_', '-')}", getattr(args, option))
-    if args.out and (args.out.is_dir() or not args.out.parent.is_dir()):
-        raise ValueError(f"--out is '{args.out}', but it must be a file in a folder that there is")
+    check_out(args.out)
     on_cpu = emulation.installed_build() == "cpu"
     loads = [
         Load(data_set, temperature, concurrency)
@@ -291,7 +291,7 @@ def run(args: argparse.Namespace) -> int:
         engine |= {"max_model_len": min(args.max_model_len, 512), "max_num_batched_tokens": 4096}
     with tempfile.TemporaryDirectory() as folder:
         dflash = args.dflash_draft
-        is_wanted = "dflash" in (args.methods or "dflash").split(",")
+        is_wanted = not args.methods or "dflash" in args.methods.split(",")
         if dflash is None and is_wanted and has_removable_head(Path(args.draft)):
             dflash = without_head(Path(args.draft), Path(folder) / "dflash")
         dspark = args.dspark_draft or (str(DSPARK) if args.target == str(TARGET) else None)

